@@ -1,0 +1,517 @@
+"""The engine: requests in, tokens out, with the K/V of shared prompt prefixes reused at a safe depth.
+
+    engine = Engine.from_folder("checkpoints/tiny", cache="bicache")
+    results = engine.generate([Request(prompt=[...], prefix_len=40, gen_length=32)])
+
+One loop serves all modes; they differ in three numbers of a request, never in code:
+
+    cache     prefix P               depth b             refreshed
+    none      0                      -                   -             the whole canvas is suffix
+    intra     given, or all but one  0                   each R steps  prefix K/V kept inside the request only
+    bicache   given, or found        from the table      each R steps  BiCache (arXiv 2606.07571)
+    naive     given, or found        L (all layers)      never         what an autoregressive engine would do
+
+Checked against: a plain loop of thirty lines (tests/reference.py), golden outputs of the authors' loops and of a second
+implementation (tests/golden). The loop reads from the device once per forward pass: tokens and confidences together.
+"""
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import depth as depths
+import kernels
+from cache import PAGE, Cache, Entry, Lease, count_pages
+from model import Transformer, fingerprint, load
+
+CACHE_MODES = ("none", "intra", "bicache", "naive")
+WINDOWS = ("all", "rest", "block")
+REMASKING = ("low_confidence", "random")
+
+
+@dataclass
+class Request:
+    """One prompt to complete. Lengths are in tokens.
+
+    prefix_len: how many leading ids are shared with other requests; None takes the longest stored prefix, if any. At
+    least one prompt token is left outside the prefix. steps counts the whole request; steps and threshold exclude each
+    other, neither means one token a step. temperature 0 is arg-max. salt separates tenants: a prefix is found only
+    under the salt it was stored with.
+    """
+    prompt: list
+    prefix_len: int | None = None
+    gen_length: int = 128
+    steps: int | None = None
+    block_length: int | None = None
+    threshold: float | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    remasking: str = "low_confidence"
+    stop_at_eos: bool = True
+    salt: str = ""
+
+
+@dataclass
+class Result:
+    """What a request came to. token_layers counts its denoising (DESIGN section 8); what the encoding of a new prefix
+    cost stands apart in encode_token_layers and is 0 on a hit."""
+    tokens: list                # without the EOS and what follows it
+    finish_reason: str          # "eos" or "length"
+    forwards: int
+    refreshes: int
+    prefix_tokens: int
+    depth: int
+    hit: bool
+    token_layers: float
+    encode_token_layers: float
+
+
+@dataclass
+class Event:
+    """One step of one request: what was computed and what was committed; `result` on the last one.
+
+    computed: rows [lo, hi) of the suffix. refresh: the deep layers computed the prefix rows as well. committed: pairs
+    (place in the generated region, token).
+    """
+    index: int                  # of the request in the list
+    step: int
+    refresh: bool
+    computed: tuple
+    committed: list
+    prefix_tokens: int
+    depth: int
+    result: Result | None = None
+
+
+class Pass(NamedTuple):
+    """What one forward pass reads, all int64. Padded requests and rows are inert: they write to page 0."""
+    ids: Tensor                 # (B, W) window rows: token ids
+    first: Tensor               # (B,)   place in the suffix of the first window row
+    rows: Tensor                # (B,)   how many window rows are real
+    prefix_id: Tensor           # (B,)   row of the page table
+    prefix_len: Tensor          # (B,)   P
+    suffix_len: Tensor          # (B,)   S
+    active: Tensor              # (M,)   rows that can be committed, in the flat (B * W) order
+
+
+def step(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, columns_read: int, depth: int | None = None,
+         prefix: Tensor | None = None, boundaries: tuple = (), noise: tuple | None = None):
+    """One forward pass over a batch: token and confidence (M,) of the active rows, the states entering `boundaries`.
+
+    Reuse step (depth None): window rows only, in every layer. Refresh step: the prefix rows `prefix` (B, P, hidden), as
+    they enter layer `depth`, join the window rows there; from there on their K/V are written to the request's own pages.
+    In the last layer they give K/V only. Every layer writes K/V of the rows it computes, then attends to all pages.
+    """
+    W = batch.ids.shape[1]
+    dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
+    pages = table[batch.prefix_id]                                                          # (B, L, n)
+    place = batch.first[:, None] + torch.arange(W, device=dev)                              # (B, W)
+    start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                    # the suffix' first column
+    real = torch.arange(W, device=dev) < batch.rows[:, None]
+    columns = torch.where(real, start[:, None] + place, trash)                              # (B, W)
+    positions = batch.prefix_len[:, None] + place
+    x = model.embed(batch.ids)                                                              # (B, W, hidden)
+    rope, skip, entering = model.rope(positions), 0, []
+    for i, layer in enumerate(model.layers):
+        if i == depth:
+            P = prefix.shape[1]
+            j = torch.arange(P, device=dev).expand(len(prefix), P)                          # (B, P)
+            x = torch.cat([prefix, x], 1)                                                   # (B, P + W, hidden)
+            rope = model.rope(torch.cat([j, positions], 1))
+            columns = torch.cat([torch.where(j < batch.prefix_len[:, None], j, trash), columns], 1)
+            skip = P
+        if i in boundaries:
+            entering.append(x)
+
+        def attend(q, k, v):
+            kernels.store(kv, pages[:, i], columns, k, v)
+            return kernels.attend(q, kv, pages[:, i, :columns_read], batch.prefix_len, batch.suffix_len)
+
+        x = layer(x, rope, attend, skip if i == len(model.layers) - 1 else 0)
+    logits = model.logits(x.flatten(0, 1)[batch.active])                                    # (M, V)
+    return *kernels.confidence(logits, model.config.mask_id, noise), entering
+
+
+def plan_blocks(r: Request) -> deque:
+    """The blocks of a request. A block's steps commit even shares of it, the remainder on the first ones (LLaDA); with a
+    threshold, or with neither, at least one token a step."""
+    G, block = r.gen_length, r.block_length or r.gen_length
+    spans = [(lo, min(lo + block, G)) for lo in range(0, G, block)]
+    blocks = deque()
+    for lo, hi in spans:
+        steps = min(r.steps // len(spans), hi - lo) if r.steps else hi - lo
+        share, rest = divmod(hi - lo, steps)
+        blocks.append(Block(lo, hi, [share + (i < rest) for i in range(steps)]))
+    return blocks
+
+
+def select(scores: Tensor, count: Tensor, threshold: Tensor) -> Tensor:
+    """Which rows to commit: scores (B, C), -inf where there is nothing; count, threshold (B,). Returns bool (B, C).
+
+    The `count` best, and all above `threshold` (inf: none by that rule). Equal scores: the earlier row first.
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(dim=1)
+    return ((rank < count[:, None]) | (scores > threshold[:, None])) & (scores > float("-inf"))
+
+
+@dataclass
+class Block:
+    """Places [lo, hi) of the generated region, decided together, and the tokens to commit at each step still to come."""
+    lo: int
+    hi: int
+    quotas: list
+
+
+@dataclass
+class Running:
+    """A request on its way: its canvas behind the prefix, and where it stands."""
+    index: int
+    request: Request
+    lease: Lease
+    prefix_len: int
+    depth: int
+    hit: bool
+    suffix: Tensor                          # (S,) ids, MASK where undecided
+    masked: Tensor                          # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
+    blocks: deque                           # of Block, the present one first
+    encode_token_layers: float
+    token_layers: float = 0
+    forwards: int = 0
+    refreshes: int = 0
+
+    @property
+    def own(self) -> int:
+        """U: prompt tokens outside the prefix."""
+        return len(self.suffix) - len(self.masked)
+
+    @property
+    def fresh(self) -> bool:
+        """The next step is the first of its block."""
+        return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
+
+
+class Engine:
+    """A model, its cache, and the denoising loop."""
+
+    def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all", cache_mb=256,
+                 max_batch=8, compile=False, table=None, tokenizer=None, key=""):
+        c = model.config
+        if cache not in CACHE_MODES:
+            raise ValueError(f"cache is {cache!r}; it must be one of {', '.join(CACHE_MODES)}")
+        if window not in WINDOWS:
+            raise ValueError(f"window is {window!r}; it must be one of {', '.join(WINDOWS)}")
+        if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= c.layers):
+            raise ValueError(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {c.layers}")
+        for name, value in (("refresh", refresh), ("max_batch", max_batch), ("cache_mb", cache_mb)):
+            if not value > 0 or (name != "cache_mb" and value != int(value)):
+                raise ValueError(f"{name} is {value}; it must be a positive {'number' if name == 'cache_mb' else 'integer'}")
+        self.model, self.mode, self.depth, self.table, self.tokenizer = model, cache, depth, table, tokenizer
+        self.window, self.max_batch = window, max_batch
+        self.refresh = refresh if cache in ("intra", "bicache") else 1       # steps; the others refresh nothing
+        interval = 1 if c.layers <= 16 else 4
+        boundaries = range(interval, c.layers, interval) if cache == "bicache" else ()
+        weight = model.embed.weight
+        self.device = weight.device
+        self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
+        self.bucket = (lambda n, least: n) if not compile else _bucket
+        # The one place that compiles. A graph is fixed by the shapes, the depth and the step kind, and by nothing else.
+        self.step = torch.compile(step, fullgraph=True, dynamic=False) if compile else step
+        self.counts = Counter()             # passes, host_reads, head_rows, encoded_prefixes
+
+    @classmethod
+    def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
+                    dtype="float32", cache_mb=256, max_batch=8, compile=False):
+        """An engine on a model folder: weights, depth table and, if there is one, the tokenizer.
+
+        Raises ValueError for a folder that cannot be used, naming what is wrong with it.
+        """
+        from tokenizer import Tokenizer
+        model = load(path, device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        table = depths.find_table(path, model.config.layers) if cache == "bicache" and depth == "auto" else None
+        return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
+                   max_batch=max_batch, compile=compile, table=table, tokenizer=Tokenizer.from_folder(path),
+                   key=fingerprint(path))
+
+    # -- the public calls -----------------------------------------------------------------------------------------
+
+    def generate(self, requests) -> list[Result]:
+        """Results in the order of the requests."""
+        requests = list(requests)
+        results = [None] * len(requests)
+        for event in self.stream(requests):
+            if event.result:
+                results[event.index] = event.result
+        return results
+
+    def stream(self, requests):
+        """Events as they happen, `Event.result` set on each request's last. All requests are checked before this
+        returns: ValueError names the request, what is wrong with it and the remedy."""
+        requests = list(requests)
+        for i, request in enumerate(requests):
+            try:
+                self._check(request)
+            except ValueError as e:
+                raise ValueError(f"request {i}: {e}" if len(requests) > 1 else str(e)) from None
+        return self._stream(deque(enumerate(requests)))
+
+    @torch.inference_mode()
+    def _stream(self, waiting):
+        running = []
+        try:
+            while waiting or running:
+                # Requests join where the deep layers are recomputed anyway, so that all refresh at the same steps.
+                if all(run.forwards % self.refresh == 0 for run in running):
+                    while waiting and len(running) < self.max_batch and (run := self._admit(*waiting[0], not running)):
+                        running.append(run)
+                        waiting.popleft()
+                for depth, group in self._groups(running):
+                    yield from self._advance(group, depth)
+                for run in [run for run in running if not run.blocks]:
+                    running.remove(run)
+                    self.cache.close(run.lease)
+        finally:                            # the caller may stop listening at any step
+            for run in running:
+                self.cache.close(run.lease)
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def _check(self, r: Request) -> None:
+        """ValueError unless the request can be served alone by an otherwise empty cache."""
+        c, n, G = self.model.config, len(r.prompt), r.gen_length
+        if not n:
+            raise ValueError("the prompt is empty; give at least one token")
+        if bad := [t for t in r.prompt if not 0 <= t < c.vocab]:
+            raise ValueError(f"the prompt holds token id {bad[0]}; ids run from 0 to {c.vocab - 1}")
+        if G < 1:
+            raise ValueError(f"gen_length is {G}; it must be at least 1")
+        if n + G > c.max_len:
+            raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens; the model takes {c.max_len}: "
+                             "shorten one of them")
+        if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
+            raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens and a prefix of it at most that many")
+        block = G if r.block_length is None else r.block_length
+        if not 1 <= block <= G:
+            raise ValueError(f"block_length is {block}; it must be from 1 to gen_length ({G})")
+        blocks = -(-G // block)
+        if r.steps is not None and r.threshold is not None:
+            raise ValueError(f"steps ({r.steps}) and threshold ({r.threshold}) exclude each other; give one")
+        if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
+            raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), from {blocks} "
+                             f"to gen_length ({G}), so that each step commits a token")
+        if r.threshold is not None and not 0 < r.threshold <= 1:
+            raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
+        if not 0 <= r.temperature < math.inf:
+            raise ValueError(f"temperature is {r.temperature}; it must be 0 (arg-max) or above")
+        if r.remasking not in REMASKING:
+            raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
+        if r.remasking == "random" and r.threshold is not None:
+            raise ValueError("threshold has no effect with remasking 'random'; give steps instead")
+        P = self._prefix_len(r) or 0
+        pages, total = self._pages(P, n + G), self.cache.kv.shape[0]
+        if pages >= total:
+            need = self.cache.budget / total * (pages + 1) / 2**20
+            raise ValueError(f"the request needs {need:.1f} MB of cache and the budget is {self.cache.budget / 2**20:.1f} "
+                             f"MB; set cache_mb to {math.ceil(need)} or more")
+
+    def _pages(self, P: int, T: int) -> int:
+        """All kv pages that a request needs in an otherwise empty cache, its shared prefix included."""
+        depth = self._depth(P, T)
+        return self.cache.pages_needed(P, T - P, depth, self._suffix_layers) + self.model.config.layers * (
+            count_pages(P) if depth else 0)
+
+    @property
+    def _suffix_layers(self) -> int:
+        """Layers whose suffix K/V outlive a pass: all if a window reads them later, else one set of pages serves all."""
+        return 1 if self.window == "all" else self.model.config.layers
+
+    def _prefix_len(self, r: Request) -> int | None:
+        """P of a request, or None where it is whatever is stored. One prompt token is always left to the suffix."""
+        if self.mode == "none":
+            return 0
+        if r.prefix_len is None:
+            return len(r.prompt) - 1 if self.mode == "intra" else None
+        return min(r.prefix_len, len(r.prompt) - 1)
+
+    def _depth(self, P: int, T: int) -> int:
+        """The safe depth b for P shared of T tokens, floored to a boundary."""
+        L = self.model.config.layers
+        if not P or self.mode in ("none", "intra"):
+            return 0
+        if self.mode == "naive":
+            return L
+        depth = depths.lookup(self.table, P, T) if self.depth == "auto" else self.depth
+        return max(b for b in (0, *self.cache.boundaries, L) if b <= depth)
+
+    def _admit(self, index: int, r: Request, alone: bool) -> Running | None:
+        """Give the request its pages and, if it is the first on its prefix, encode that; None while there is no room."""
+        T, P, L, G = len(r.prompt) + r.gen_length, self._prefix_len(r), self.model.config.layers, r.gen_length
+        sharing, found = self.mode in ("bicache", "naive"), None
+        if sharing:
+            found = self.cache.find(r.prompt[:-1] if P is None else r.prompt[:P], r.salt, P)
+            if P is None:
+                P = len(found.ids) if found and self._pages(len(found.ids), T) < self.cache.kv.shape[0] else 0
+        depth = self._depth(P, T)
+        entry = None if not depth else found or self.cache.allocate(r.prompt[:P], r.salt)
+        hit = entry is not None and entry is found
+        lease = None
+        if entry or not depth:
+            lease = self.cache.open(entry, P, T - P, depth, self._suffix_layers)
+        if lease is None:
+            if entry and not hit:
+                self.cache.discard(entry)
+            if alone:
+                raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
+            return None
+        if entry and not hit:
+            try:
+                self._encode(entry)
+            except BaseException:           # an interrupt, too, must not leave half an entry
+                self.cache.close(lease)
+                self.cache.discard(entry)
+                raise
+        if sharing and (depth or not found and r.prefix_len is None):
+            self.cache.hits += hit
+            self.cache.misses += not hit
+        suffix = torch.full((T - P,), self.model.config.mask_id)
+        suffix[:T - P - G] = torch.tensor(r.prompt[P:])
+        return Running(index, r, lease, P, depth, hit, suffix, torch.ones(G, dtype=torch.bool), plan_blocks(r),
+                       (L - 0.5) * P * (entry is not None and not hit))
+
+    def _encode(self, entry: Entry) -> None:
+        """Run the prefix alone, all its rows in both directions, and publish its K/V and boundary states."""
+        P = len(entry.ids)
+        one = lambda n: torch.tensor([n], device=self.device)
+        none = torch.empty(1, 0, dtype=torch.long, device=self.device)
+        x = self.model.embed(torch.tensor([entry.ids], device=self.device))                     # (1, P, hidden)
+        batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
+        *_, entering = step(self.model, self.cache.kv, self.cache.table, batch, count_pages(P), 0, x,
+                            tuple(self.cache.boundaries))
+        self.cache.write_boundaries(entry, entering)
+        self.cache.publish(entry)
+        self.counts["encoded_prefixes"] += 1
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _groups(self, running: list) -> list:
+        """Who shares a forward pass: a list of (depth of the refresh or None, requests).
+
+        A refresh runs once for each depth; requests due for all suffix rows and those in a window go apart.
+        """
+        groups = {}
+        for run in running:
+            due = run.prefix_len and run.depth < self.model.config.layers and run.forwards % self.refresh == 0
+            whole = self.window == "all" or run.fresh
+            groups.setdefault((run.depth if due else None, whole), []).append(run)
+        return [(depth, group) for (depth, _), group in groups.items()]
+
+    def _window(self, run: Running) -> tuple[int, int]:
+        """Rows [lo, hi) of the suffix to compute: all at a block's first step, then what `window` says.
+
+        Dream's logits for a position stand one row earlier, so its windows start there.
+        """
+        lo, hi = run.blocks[0].lo, run.blocks[0].hi
+        if self.window == "all" or run.fresh:
+            return 0, len(run.suffix)
+        return run.own + lo - self.model.config.shift, len(run.suffix) if self.window == "rest" else run.own + hi
+
+    def _advance(self, group: list, depth: int | None):
+        """One forward pass over a group, then commit: yields an `Event` for each request."""
+        c, cache = self.model.config, self.cache
+        windows = [self._window(run) for run in group]
+        W = self.bucket(max(hi - lo for lo, hi in windows), 16)
+        B = self.bucket(len(group), 1)
+        ids, fields = torch.full((B, W), c.mask_id), torch.zeros(5, B, dtype=torch.long)
+        places, active = [], []             # of the rows that can be committed: in the generated region, in the batch
+        for b, (run, (lo, hi)) in enumerate(zip(group, windows)):
+            ids[b, :hi - lo] = run.suffix[lo:hi]
+            fields[:, b] = torch.tensor([lo, hi - lo, run.lease.id, run.prefix_len, len(run.suffix)])
+            block = run.blocks[0]
+            places.append(run.masked[block.lo:block.hi].nonzero()[:, 0] + block.lo)
+            active.append(places[-1] + (run.own - c.shift - lo + b * W))
+        M = sum(len(p) for p in places)
+        rows = torch.zeros(self.bucket(M, 8), dtype=torch.long)
+        rows[:M] = torch.cat(active)
+        batch = Pass(ids.to(self.device), *fields.to(self.device), rows.to(self.device))
+
+        prefix, P = None, max(run.prefix_len for run in group)
+        if depth is not None:
+            prefix = self._entering(group, depth, B, self.bucket(P, PAGE))
+        pages = self.bucket(max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in group), 1)
+        token, score, _ = self.step(self.model, cache.kv, cache.table, batch, min(pages, cache.table.shape[2]), depth,
+                                    prefix, noise=self._noise(group, places, len(rows)))
+        token, score = torch.stack((token.double(), score.double()))[:, :M].cpu()       # the only read from the device
+        self.counts.update(passes=1, host_reads=1, head_rows=M)
+        if not score.isfinite().all():
+            raise ValueError(f"the model gave non-finite logits at step {group[0].forwards} of request {group[0].index}; "
+                             "check its weights, or load it with dtype float32")
+        yield from self._commit(group, windows, depth, places, token.long(), score)
+
+    def _entering(self, group: list, depth: int, B: int, P: int) -> Tensor:
+        """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix' end whatever comes."""
+        if depth:
+            ids = [run.lease.entry.id for run in group]
+            return self.cache.read_boundary(torch.tensor(ids + ids[:1] * (B - len(ids)), device=self.device), depth, P)
+        ids = torch.zeros(B, P, dtype=torch.long)
+        for b, run in enumerate(group):
+            ids[b, :run.prefix_len] = torch.tensor(run.request.prompt[:run.prefix_len])
+        return self.model.embed(ids.to(self.device))
+
+    def _noise(self, group: list, places: list, M: int):
+        """What keys the draws of the active rows: temperature, seed, step, place, each (M,). None if all are greedy."""
+        if not any(run.request.temperature for run in group):
+            return None
+        sizes = torch.tensor([len(p) for p in places])
+        per_row = lambda values, dtype: torch.tensor(values, dtype=dtype).repeat_interleave(sizes)
+        keys = (per_row([run.request.temperature for run in group], torch.float32),
+                per_row([run.request.seed for run in group], torch.long),
+                per_row([run.forwards for run in group], torch.long), torch.cat(places))
+        return tuple(F.pad(key, (0, M - len(key))).to(self.device) for key in keys)
+
+    def _commit(self, group: list, windows: list, depth: int | None, places: list, token: Tensor, score: Tensor):
+        """Put the best tokens into the canvases and move each request on: yields an `Event` for each."""
+        L, sizes = self.model.config.layers, [len(p) for p in places]
+        scores = torch.full((len(group), max(sizes)), float("-inf"), dtype=score.dtype)
+        scores[torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]] = score
+        for b, run in enumerate(group):
+            if run.request.remasking == "random":
+                key = (torch.full_like(places[b], k) for k in (run.request.seed, run.forwards))
+                scores[b, :sizes[b]] = kernels.uniform(*key, places[b], torch.tensor([self.model.config.vocab]))[:, 0].double()
+        chosen = select(scores, torch.tensor([run.blocks[0].quotas.pop(0) for run in group]),
+                        torch.tensor([math.log(run.request.threshold or math.inf) for run in group], dtype=score.dtype))
+        for run, (lo, hi), at, new, picked in zip(group, windows, places, token.split(sizes), chosen):
+            at, new = at[picked[:len(at)]], new[picked[:len(at)]]
+            run.suffix[run.own + at] = new
+            run.masked[at] = False
+            run.token_layers += L * (hi - lo) + (0 if depth is None else (L - depth - 0.5) * run.prefix_len)
+            run.refreshes += depth is not None
+            run.forwards += 1
+            if not run.masked[run.blocks[0].lo:run.blocks[0].hi].any():
+                run.blocks.popleft()
+            yield Event(run.index, run.forwards - 1, depth is not None, (lo, hi), list(zip(at.tolist(), new.tolist())),
+                        run.prefix_len, run.depth, self._result(run))
+
+    def _result(self, run: Running) -> Result | None:
+        """The result of a request that is done, else None. An EOS ends it once nothing before it is undecided."""
+        tokens, reason = run.suffix[run.own:], "length"
+        if run.request.stop_at_eos:
+            eos = (tokens == self.model.config.eos_id) & ~run.masked
+            if eos.any() and not run.masked[:(end := int(eos.int().argmax()))].any():
+                tokens, reason = tokens[:end], "eos"
+                run.blocks.clear()
+        if run.blocks:
+            return None
+        return Result(tokens.tolist(), reason, run.forwards, run.refreshes, run.prefix_len, run.depth, run.hit,
+                      run.token_layers, run.encode_token_layers)
+
+
+def _bucket(n: int, least: int) -> int:
+    """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): a compiled graph serves all lengths of a bucket."""
+    size = least
+    while size < n:
+        size = size * 3 // 2 if size & (size - 1) == 0 and size > least else size * 4 // 3 if size > least else size * 2
+    return size

@@ -1,0 +1,3 @@
+class Tokenizer:
+    @classmethod
+    def from_folder(cls,p): return None
