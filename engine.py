@@ -128,10 +128,10 @@ def step(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, columns_rea
             entering.append(x)
 
         def attend(q, k, v):
-            kernels.store(kv, pages[:, i], columns, k, v)
+            q = kernels.rope_store(q, k, v, *rope, kv, pages[:, i], columns)
             return kernels.attend(q, kv, pages[:, i, :columns_read], batch.prefix_len, batch.suffix_len)
 
-        x = layer(x, rope, attend, skip if i == len(model.layers) - 1 else 0)
+        x = layer(x, attend, skip if i == len(model.layers) - 1 else 0)
     logits = model.logits(x.flatten(0, 1)[batch.active])                                    # (M, V)
     return *kernels.confidence(logits, model.config.mask_id, noise), entering
 

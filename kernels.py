@@ -1,4 +1,4 @@
-"""The three inner operations of a step: store K and V, attend over pages, judge a row of logits.
+"""The three inner operations of a step: rotate and store K and V, attend over pages, judge a row of logits.
 
 This file holds the PyTorch twins, which run anywhere and say what each operation means. Triton kernels of the same
 signatures stand beside them as they come; a twin is what they are tested against.
@@ -11,15 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import rotate
+
 V_CHUNK = 16384         # logits are judged this many vocabulary entries at a time: no (rows, V) tensor but the logits
 
 
-def store(kv: Tensor, pages: Tensor, columns: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k, v (B, K, N, D) in place at columns (B, N) of the page lists pages (B, n)."""
-    page = kv.shape[3]
+def rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pages: Tensor,
+               columns: Tensor) -> Tensor:
+    """Rotate q and k by their positions and write k, v in place at their columns; returns the rotated q.
+
+    q (B, H, M, D) holds the last M of the N rows, k and v (B, K, N, D) all; cos, sin (B, 1, N, D/2) float32; columns
+    (B, N) in the page lists pages (B, n). K is stored rotated: a prefix starts at position 0 in every request.
+    """
+    page, M = kv.shape[3], q.shape[2]
+    k, q = rotate(k, cos, sin), rotate(q, cos[:, :, cos.shape[2] - M:], sin[:, :, sin.shape[2] - M:])
     at, offset = pages.gather(1, columns // page), columns % page       # (B, N) each
     kv[at, 0, :, offset] = k.transpose(1, 2)                            # (B, N, K, D)
     kv[at, 1, :, offset] = v.transpose(1, 2)
+    return q
 
 
 def attend(q: Tensor, kv: Tensor, pages: Tensor, prefix_len: Tensor, suffix_len: Tensor) -> Tensor:

@@ -144,17 +144,16 @@ class Layer(nn.Module):
         self.up = nn.Linear(c.hidden, c.mlp, bias=False)
         self.down = nn.Linear(c.mlp, c.hidden, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend, skip: int = 0) -> Tensor:
+    def forward(self, x: Tensor, attend, skip: int = 0) -> Tensor:
         """One layer over rows x (B, N, hidden); returns (B, N - skip, hidden).
 
-        `attend(q, k, v)` gets q (B, H, N - skip, D) and k, v (B, K, N, D) after RoPE and returns what q sees, shaped
-        like q. The first `skip` rows give K and V only: in a refresh nobody reads the last layer's prefix rows.
+        `attend(q, k, v)` gets q (B, H, N - skip, D) and k, v (B, K, N, D), rotates q and k by their positions and returns
+        what q sees, shaped like q. The first `skip` rows give K and V only: in a refresh nobody reads the last layer's
+        prefix rows.
         """
         h = self.attn_norm(x)
-        cos, sin = rope
         split = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)      # (B, N, h*D) -> (B, h, N, D)
-        k, v = rotate(split(self.k(h)), cos, sin), split(self.v(h))
-        q = rotate(split(self.q(h[:, skip:])), cos[:, :, skip:], sin[:, :, skip:])
+        q, k, v = split(self.q(h[:, skip:])), split(self.k(h)), split(self.v(h))
         x = x[:, skip:] + self.o(attend(q, k, v).transpose(1, 2).flatten(2))
         h = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -193,13 +192,15 @@ class Transformer(nn.Module):
             mask = (torch.arange(T, device=ids.device) < lengths[:, None])[:, None, None]       # (B, 1, 1, T)
         gqa = self.config.heads != self.config.kv_heads
 
+        cos, sin = self.rope(torch.arange(T, device=ids.device)[None])
+
         def attend(q, k, v):
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
         x = self.embed(ids)
-        rope = self.rope(torch.arange(T, device=ids.device)[None])
         for layer in self.layers:
-            x = layer(x, rope, attend)
+            x = layer(x, attend)
         return self.logits(x)
 
 
