@@ -20,39 +20,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+import decoding
 import depth as depths
 import kernels
 from cache import PAGE, Cache, Entry, Lease, count_pages
+from decoding import Request, Rules
 from model import Transformer, fingerprint, load
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
 WINDOWS = ("all", "rest", "block")
-REMASKING = ("low_confidence", "random")
-
-
-@dataclass
-class Request:
-    """One prompt to complete. Lengths are in tokens.
-
-    prefix_len: how many leading ids are shared with other requests; None takes the longest stored prefix, if any. At
-    least one prompt token is left outside the prefix. steps counts the whole request; steps and threshold exclude each
-    other, neither means one token a step. temperature 0 is arg-max. salt separates tenants: a prefix is found only
-    under the salt it was stored with.
-    """
-    prompt: list
-    prefix_len: int | None = None
-    gen_length: int = 128
-    steps: int | None = None
-    block_length: int | None = None
-    threshold: float | None = None
-    temperature: float = 0.0
-    seed: int = 0
-    remasking: str = "low_confidence"
-    stop_at_eos: bool = True
-    salt: str = ""
 
 
 @dataclass
@@ -98,9 +76,10 @@ class Pass(NamedTuple):
     active: Tensor              # (M,)   rows that can be committed, in the flat (B * W) order
 
 
-def step(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, columns_read: int, depth: int | None = None,
-         prefix: Tensor | None = None, boundaries: tuple = (), noise: tuple | None = None):
-    """One forward pass over a batch: token and confidence (M,) of the active rows, the states entering `boundaries`.
+def step(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: Rules, pages_read: int,
+         depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (), impl: str = "torch"):
+    """One forward pass over a batch: what `decoding.choose` says of the active rows (2 or 4, M) float64, and the states
+    entering the layers `boundaries`.
 
     Reuse step (depth None): window rows only, in every layer. Refresh step: the prefix rows `prefix` (B, P, hidden), as
     they enter layer `depth`, join the window rows there; from there on their K/V are written to the request's own pages.
@@ -129,42 +108,12 @@ def step(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, columns_rea
 
         def attend(q, k, v):
             q = kernels.rope_store(q, k, v, *rope, kv, pages[:, i], columns)
-            return kernels.attend(q, kv, pages[:, i, :columns_read], batch.prefix_len, batch.suffix_len)
+            return kernels.attend(q, kv, pages[:, i, :pages_read], batch.prefix_len, batch.suffix_len)
 
         x = layer(x, attend, skip if i == len(model.layers) - 1 else 0)
     logits = model.logits(x.flatten(0, 1)[batch.active])                                    # (M, V)
-    return *kernels.confidence(logits, model.config.mask_id, noise), entering
-
-
-def plan_blocks(r: Request) -> deque:
-    """The blocks of a request. A block's steps commit even shares of it, the remainder on the first ones (LLaDA); with a
-    threshold, or with neither, at least one token a step."""
-    G, block = r.gen_length, r.block_length or r.gen_length
-    spans = [(lo, min(lo + block, G)) for lo in range(0, G, block)]
-    blocks = deque()
-    for lo, hi in spans:
-        steps = min(r.steps // len(spans), hi - lo) if r.steps else hi - lo
-        share, rest = divmod(hi - lo, steps)
-        blocks.append(Block(lo, hi, [share + (i < rest) for i in range(steps)]))
-    return blocks
-
-
-def select(scores: Tensor, count: Tensor, threshold: Tensor) -> Tensor:
-    """Which rows to commit: scores (B, C), -inf where there is nothing; count, threshold (B,). Returns bool (B, C).
-
-    The `count` best, and all above `threshold` (inf: none by that rule). Equal scores: the earlier row first.
-    """
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1)
-    return ((rank < count[:, None]) | (scores > threshold[:, None])) & (scores > float("-inf"))
-
-
-@dataclass
-class Block:
-    """Places [lo, hi) of the generated region, decided together, and the tokens to commit at each step still to come."""
-    lo: int
-    hi: int
-    quotas: list
+    chosen = decoding.choose(logits, rules, model.config.mask_id, model.config.eos_id)
+    return torch.stack([x.double() for x in chosen]), entering
 
 
 @dataclass
@@ -172,17 +121,19 @@ class Running:
     """A request on its way: its canvas behind the prefix, and where it stands."""
     index: int
     request: Request
+    prompt: list
     lease: Lease
     prefix_len: int
     depth: int
     hit: bool
     suffix: Tensor                          # (S,) ids, MASK where undecided
     masked: Tensor                          # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
-    blocks: deque                           # of Block, the present one first
+    blocks: deque                           # of decoding.Block, the present one first
     encode_token_layers: float
     token_layers: float = 0
     forwards: int = 0
     refreshes: int = 0
+    shadow: "Running | None" = None         # for guidance: the same answer behind an all-mask prompt
 
     @property
     def own(self) -> int:
@@ -216,7 +167,7 @@ class Engine:
         interval = 1 if c.layers <= 16 else 4
         boundaries = range(interval, c.layers, interval) if cache == "bicache" else ()
         weight = model.embed.weight
-        self.device = weight.device
+        self.device, self.eos_ids = weight.device, {c.eos_id} | (tokenizer.eos_ids if tokenizer else set())
         self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
         self.bucket = (lambda n, least: n) if not compile else _bucket
         # The one place that compiles. A graph is fixed by the shapes, the depth and the step kind, and by nothing else.
@@ -273,46 +224,19 @@ class Engine:
                     yield from self._advance(group, depth)
                 for run in [run for run in running if not run.blocks]:
                     running.remove(run)
-                    self.cache.close(run.lease)
+                    self._close(run)
         finally:                            # the caller may stop listening at any step
             for run in running:
-                self.cache.close(run.lease)
+                self._close(run)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
     def _check(self, r: Request) -> None:
         """ValueError unless the request can be served alone by an otherwise empty cache."""
-        c, n, G = self.model.config, len(r.prompt), r.gen_length
-        if not n:
-            raise ValueError("the prompt is empty; give at least one token")
-        if bad := [t for t in r.prompt if not 0 <= t < c.vocab]:
-            raise ValueError(f"the prompt holds token id {bad[0]}; ids run from 0 to {c.vocab - 1}")
-        if G < 1:
-            raise ValueError(f"gen_length is {G}; it must be at least 1")
-        if n + G > c.max_len:
-            raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens; the model takes {c.max_len}: "
-                             "shorten one of them")
-        if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
-            raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens and a prefix of it at most that many")
-        block = G if r.block_length is None else r.block_length
-        if not 1 <= block <= G:
-            raise ValueError(f"block_length is {block}; it must be from 1 to gen_length ({G})")
-        blocks = -(-G // block)
-        if r.steps is not None and r.threshold is not None:
-            raise ValueError(f"steps ({r.steps}) and threshold ({r.threshold}) exclude each other; give one")
-        if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
-            raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), from {blocks} "
-                             f"to gen_length ({G}), so that each step commits a token")
-        if r.threshold is not None and not 0 < r.threshold <= 1:
-            raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
-        if not 0 <= r.temperature < math.inf:
-            raise ValueError(f"temperature is {r.temperature}; it must be 0 (arg-max) or above")
-        if r.remasking not in REMASKING:
-            raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
-        if r.remasking == "random" and r.threshold is not None:
-            raise ValueError("threshold has no effect with remasking 'random'; give steps instead")
+        decoding.check(r, self.model.config.vocab, self.model.config.max_len)
         P = self._prefix_len(r) or 0
-        pages, total = self._pages(P, n + G), self.cache.kv.shape[0]
+        pages = self._pages(P, len(r.prompt) + r.gen_length) * (2 if r.cfg_scale else 1)
+        total = self.cache.kv.shape[0]
         if pages >= total:
             need = self.cache.budget / total * (pages + 1) / 2**20
             raise ValueError(f"the request needs {need:.1f} MB of cache and the budget is {self.cache.budget / 2**20:.1f} "
@@ -348,39 +272,59 @@ class Engine:
         return max(b for b in (0, *self.cache.boundaries, L) if b <= depth)
 
     def _admit(self, index: int, r: Request, alone: bool) -> Running | None:
-        """Give the request its pages and, if it is the first on its prefix, encode that; None while there is no room."""
-        T, P, L, G = len(r.prompt) + r.gen_length, self._prefix_len(r), self.model.config.layers, r.gen_length
-        sharing, found = self.mode in ("bicache", "naive"), None
-        if sharing:
-            found = self.cache.find(r.prompt[:-1] if P is None else r.prompt[:P], r.salt, P)
-            if P is None:
-                P = len(found.ids) if found and self._pages(len(found.ids), T) < self.cache.kv.shape[0] else 0
+        """Start a request: None while there is no room for its pages."""
+        P, G = self._prefix_len(r), r.gen_length
+        if P is None:
+            found = self.cache.find(r.prompt[:-1], r.salt)
+            fits = found and self._pages(len(found.ids), len(r.prompt) + G) < self.cache.kv.shape[0]
+            P = len(found.ids) if fits else 0
+            self.cache.misses += not fits
+        run = self._open(index, r, r.prompt, P)
+        if run and r.cfg_scale:             # the same canvas behind a prompt of masks, stepped along in the same passes
+            run.shadow = self._open(index, r, [self.model.config.mask_id] * len(r.prompt), P)
+            if run.shadow is None:
+                self.cache.close(run.lease)
+                run = None
+            else:
+                run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
+        if run is None and alone:
+            raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
+        if run and run.depth:
+            self.cache.hits += run.hit
+            self.cache.misses += not run.hit
+        return run
+
+    def _open(self, index: int, r: Request, prompt: list, P: int) -> Running | None:
+        """Give a request its pages, and encode its prefix if it is the first to name it."""
+        L, G, T = self.model.config.layers, r.gen_length, len(prompt) + r.gen_length
         depth = self._depth(P, T)
-        entry = None if not depth else found or self.cache.allocate(r.prompt[:P], r.salt)
-        hit = entry is not None and entry is found
-        lease = None
-        if entry or not depth:
-            lease = self.cache.open(entry, P, T - P, depth, self._suffix_layers)
-        if lease is None:
-            if entry and not hit:
-                self.cache.discard(entry)
-            if alone:
-                raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
+        found = self.cache.find(prompt[:P], r.salt, P) if depth else None
+        entry = found or (self.cache.allocate(prompt[:P], r.salt) if depth else None)
+        if depth and entry is None:
             return None
-        if entry and not hit:
+        lease = self.cache.open(entry, P, T - P, depth, self._suffix_layers)
+        if entry and not found:
             try:
-                self._encode(entry)
+                if lease:
+                    self._encode(entry)
+                else:
+                    self.cache.discard(entry)
             except BaseException:           # an interrupt, too, must not leave half an entry
                 self.cache.close(lease)
                 self.cache.discard(entry)
                 raise
-        if sharing and (depth or not found and r.prefix_len is None):
-            self.cache.hits += hit
-            self.cache.misses += not hit
+        if lease is None:
+            return None
         suffix = torch.full((T - P,), self.model.config.mask_id)
-        suffix[:T - P - G] = torch.tensor(r.prompt[P:])
-        return Running(index, r, lease, P, depth, hit, suffix, torch.ones(G, dtype=torch.bool), plan_blocks(r),
-                       (L - 0.5) * P * (entry is not None and not hit))
+        suffix[:T - P - G] = torch.tensor(prompt[P:])
+        new = entry is not None and not found
+        return Running(index, r, prompt, lease, P, depth, found is not None, suffix, torch.ones(G, dtype=torch.bool),
+                       decoding.plan_blocks(r), (L - 0.5) * P * new)
+
+    def _close(self, run: Running) -> None:
+        for r in (run, run.shadow):
+            if r:
+                self.cache.close(r.lease)
 
     def _encode(self, entry: Entry) -> None:
         """Run the prefix alone, all its rows in both directions, and publish its K/V and boundary states."""
@@ -389,8 +333,8 @@ class Engine:
         none = torch.empty(1, 0, dtype=torch.long, device=self.device)
         x = self.model.embed(torch.tensor([entry.ids], device=self.device))                     # (1, P, hidden)
         batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
-        *_, entering = step(self.model, self.cache.kv, self.cache.table, batch, count_pages(P), 0, x,
-                            tuple(self.cache.boundaries))
+        *_, entering = step(self.model, self.cache.kv, self.cache.table, batch, Rules(),
+                            count_pages(P), 0, x, tuple(self.cache.boundaries))
         self.cache.write_boundaries(entry, entering)
         self.cache.publish(entry)
         self.counts["encoded_prefixes"] += 1
@@ -422,34 +366,51 @@ class Engine:
     def _advance(self, group: list, depth: int | None):
         """One forward pass over a group, then commit: yields an `Event` for each request."""
         c, cache = self.model.config, self.cache
-        windows = [self._window(run) for run in group]
+        runs = group + [run.shadow for run in group if run.shadow]
+        windows = [self._window(run) for run in runs]
         W = self.bucket(max(hi - lo for lo, hi in windows), 16)
-        B = self.bucket(len(group), 1)
+        B = self.bucket(len(runs), 1)
         ids, fields = torch.full((B, W), c.mask_id), torch.zeros(5, B, dtype=torch.long)
         places, active = [], []             # of the rows that can be committed: in the generated region, in the batch
-        for b, (run, (lo, hi)) in enumerate(zip(group, windows)):
+        for b, (run, (lo, hi)) in enumerate(zip(runs, windows)):
             ids[b, :hi - lo] = run.suffix[lo:hi]
             fields[:, b] = torch.tensor([lo, hi - lo, run.lease.id, run.prefix_len, len(run.suffix)])
             block = run.blocks[0]
             places.append(run.masked[block.lo:block.hi].nonzero()[:, 0] + block.lo)
             active.append(places[-1] + (run.own - c.shift - lo + b * W))
+        places, unguided = places[:len(group)], active[len(group):]
         M = sum(len(p) for p in places)
         rows = torch.zeros(self.bucket(M, 8), dtype=torch.long)
-        rows[:M] = torch.cat(active)
-        batch = Pass(ids.to(self.device), *fields.to(self.device), rows.to(self.device))
+        rows[:M] = torch.cat(active[:len(group)])
+        rules = decoding.rules_for([run.request for run in group], [run.forwards for run in group], places, len(rows), c.vocab)
+        if unguided:
+            rules, rows = self._guide(group, rules, rows, active[:len(group)], unguided)
+        batch = Pass(*(t.to(self.device) for t in (ids, *fields, rows)))
 
-        prefix, P = None, max(run.prefix_len for run in group)
+        prefix = None
         if depth is not None:
-            prefix = self._entering(group, depth, B, self.bucket(P, PAGE))
-        pages = self.bucket(max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in group), 1)
-        token, score, _ = self.step(self.model, cache.kv, cache.table, batch, min(pages, cache.table.shape[2]), depth,
-                                    prefix, noise=self._noise(group, places, len(rows)))
-        token, score = torch.stack((token.double(), score.double()))[:, :M].cpu()       # the only read from the device
-        self.counts.update(passes=1, host_reads=1, head_rows=M)
-        if not score.isfinite().all():
+            prefix = self._entering(runs, depth, B, self.bucket(max(run.prefix_len for run in runs), PAGE))
+        pages = self.bucket(max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in runs), 1)
+        out = self.step(self.model, cache.kv, cache.table, batch, rules.to(self.device), min(pages, cache.table.shape[2]),
+                        depth, prefix)[0]
+        token, *stats = out[:, :M].cpu()                                                # the only read from the device
+        self.counts.update(passes=1, host_reads=1, head_rows=M + sum(map(len, unguided)))
+        if not stats[0].isfinite().all():
             raise ValueError(f"the model gave non-finite logits at step {group[0].forwards} of request {group[0].index}; "
                              "check its weights, or load it with dtype float32")
-        yield from self._commit(group, windows, depth, places, token.long(), score)
+        yield from self._commit(group, windows, depth, places, token.long(), stats)
+
+    def _guide(self, group, rules, rows, active, unguided):
+        """Append the shadows' rows to the active ones and tell each row where its unguided logits stand."""
+        at, scale, rest = [], [], len(rows)
+        for run, own in zip(group, active):
+            n = len(own)
+            at.append(torch.arange(n) + (rest if run.shadow else sum(map(len, at))))
+            scale.append(torch.full((n,), run.request.cfg_scale))
+            rest += n if run.shadow else 0
+        pad = len(rows) - sum(map(len, at))
+        at, scale = (torch.cat([*x, x[0].new_zeros(pad)]) for x in (at, scale))
+        return rules._replace(guide=(at, scale)), torch.cat([rows, *unguided])
 
     def _entering(self, group: list, depth: int, B: int, P: int) -> Tensor:
         """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix' end whatever comes."""
@@ -458,38 +419,27 @@ class Engine:
             return self.cache.read_boundary(torch.tensor(ids + ids[:1] * (B - len(ids)), device=self.device), depth, P)
         ids = torch.zeros(B, P, dtype=torch.long)
         for b, run in enumerate(group):
-            ids[b, :run.prefix_len] = torch.tensor(run.request.prompt[:run.prefix_len])
+            ids[b, :run.prefix_len] = torch.tensor(run.prompt[:run.prefix_len])
         return self.model.embed(ids.to(self.device))
 
-    def _noise(self, group: list, places: list, M: int):
-        """What keys the draws of the active rows: temperature, seed, step, place, each (M,). None if all are greedy."""
-        if not any(run.request.temperature for run in group):
-            return None
-        sizes = torch.tensor([len(p) for p in places])
-        per_row = lambda values, dtype: torch.tensor(values, dtype=dtype).repeat_interleave(sizes)
-        keys = (per_row([run.request.temperature for run in group], torch.float32),
-                per_row([run.request.seed for run in group], torch.long),
-                per_row([run.forwards for run in group], torch.long), torch.cat(places))
-        return tuple(F.pad(key, (0, M - len(key))).to(self.device) for key in keys)
-
-    def _commit(self, group: list, windows: list, depth: int | None, places: list, token: Tensor, score: Tensor):
+    def _commit(self, group: list, windows: list, depth: int | None, places: list, token: Tensor, stats: list):
         """Put the best tokens into the canvases and move each request on: yields an `Event` for each."""
         L, sizes = self.model.config.layers, [len(p) for p in places]
-        scores = torch.full((len(group), max(sizes)), float("-inf"), dtype=score.dtype)
-        scores[torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]] = score
+        tokens, stats = token.split(sizes), [x.split(sizes) for x in stats]
+        scores = torch.full((len(group), max(sizes)), float("-inf"), dtype=torch.float64)
         for b, run in enumerate(group):
-            if run.request.remasking == "random":
-                key = (torch.full_like(places[b], k) for k in (run.request.seed, run.forwards))
-                scores[b, :sizes[b]] = kernels.uniform(*key, places[b], torch.tensor([self.model.config.vocab]))[:, 0].double()
-        chosen = select(scores, torch.tensor([run.blocks[0].quotas.pop(0) for run in group]),
-                        torch.tensor([math.log(run.request.threshold or math.inf) for run in group], dtype=score.dtype))
-        for run, (lo, hi), at, new, picked in zip(group, windows, places, token.split(sizes), chosen):
+            scores[b, :sizes[b]] = decoding.scores_for(run.request, run.forwards, places[b], tokens[b],
+                                                       [x[b] for x in stats], self.model.config.vocab, self.eos_ids)
+        shares = torch.tensor([run.blocks[0].shares.popleft() for run in group], dtype=torch.float64)       # (B, 2)
+        chosen = decoding.select(scores, shares[:, 0], shares[:, 1])
+        for run, (lo, hi), at, new, picked in zip(group, windows, places, tokens, chosen):
             at, new = at[picked[:len(at)]], new[picked[:len(at)]]
-            run.suffix[run.own + at] = new
             run.masked[at] = False
-            run.token_layers += L * (hi - lo) + (0 if depth is None else (L - depth - 0.5) * run.prefix_len)
+            for canvas in (run, run.shadow) if run.shadow else (run,):
+                canvas.suffix[canvas.own + at] = new
+                canvas.forwards = run.forwards + (canvas is run)
+                run.token_layers += L * (hi - lo) + (0 if depth is None else (L - depth - 0.5) * run.prefix_len)
             run.refreshes += depth is not None
-            run.forwards += 1
             if not run.masked[run.blocks[0].lo:run.blocks[0].hi].any():
                 run.blocks.popleft()
             yield Event(run.index, run.forwards - 1, depth is not None, (lo, hi), list(zip(at.tolist(), new.tolist())),
@@ -499,7 +449,7 @@ class Engine:
         """The result of a request that is done, else None. An EOS ends it once nothing before it is undecided."""
         tokens, reason = run.suffix[run.own:], "length"
         if run.request.stop_at_eos:
-            eos = (tokens == self.model.config.eos_id) & ~run.masked
+            eos = torch.isin(tokens, torch.tensor(sorted(self.eos_ids))) & ~run.masked
             if eos.any() and not run.masked[:(end := int(eos.int().argmax()))].any():
                 tokens, reason = tokens[:end], "eos"
                 run.blocks.clear()
