@@ -182,7 +182,7 @@ class Engine:
         Raises ValueError for a folder that cannot be used, naming what is wrong with it.
         """
         from tokenizer import Tokenizer
-        model = load(path, device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        model = load(path, device, dtype)
         table = depths.find_table(path, model.config.layers) if cache == "bicache" and depth == "auto" else None
         return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
                    max_batch=max_batch, compile=compile, table=table, tokenizer=Tokenizer.from_folder(path),

@@ -231,7 +231,22 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def load(folder, device="cpu", dtype=torch.float32) -> Transformer:
+def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
+    """What "auto" stands for: the GPU if there is one; the dtype the weights are stored in, but float32 for bfloat16
+    weights on a processor that is slow at it. Names become torch objects."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda and torch finds no GPU here; use cpu or auto")
+    if dtype == "auto":
+        with safe_open(_shards(Path(folder))[0], framework="pt") as f:
+            dtype = f.get_slice(next(iter(f.keys()))).get_dtype()
+        dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(dtype, torch.float32)
+        if device.type == "cpu" and not (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()):
+            dtype = torch.float32
+    return device, getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def load(folder, device="cpu", dtype="float32") -> Transformer:
     """Read a model folder: config.json and model.safetensors, or shards with model.safetensors.index.json.
 
     The model is built without storage and each tensor is read, cast and moved by itself, so that the weights are never
@@ -239,6 +254,7 @@ def load(folder, device="cpu", dtype=torch.float32) -> Transformer:
     """
     folder = Path(folder)
     config = read_config(folder)
+    device, dtype = resolve(folder, device, dtype)
     family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
     with torch.device("meta"):
         model = Transformer(config)

@@ -1,0 +1,282 @@
+"""Answer questions about a shared text with a masked diffusion language model, reusing the text's K/V.
+
+    python generate.py                                          the embedded model, a document and questions of examples/
+    python generate.py --model DIR --prefix @doc.txt --prompt "Who ..." --prompt "Where ..."
+    python generate.py --model DIR --requests chats.jsonl --json
+
+The engine's events are all there is to it: the progress bar, the live canvas, the trace and the result lines are four ways
+of listening to one stream. Bad input ends with exit code 2 and one sentence, an interrupt with 130.
+"""
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def parse(argv=None) -> argparse.Namespace:
+    """The command line. Whatever is not given stays None, so that defaults are written once: in Request and Engine."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument_group("model").add_argument
+    add("--model", metavar="DIR", default=str(HERE / "checkpoints" / "tiny"), help="model folder (default: the embedded one)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run (auto: the GPU if there is one)")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="auto: as stored, float32 where "
+        "the processor has no fast bfloat16")
+    add("--compile", action="store_true", help="compile the steps: minutes at first, faster then")
+    add = p.add_argument_group("input").add_argument
+    add("--prefix", metavar="TEXT|@FILE", help="the text that all prompts share")
+    add("--prompt", metavar="TEXT|@FILE", action="append", help="one request; give it as often as you like")
+    add("--requests", metavar="FILE.jsonl", help='a request a line: {"prefix": ..., "prompt": ...} or {"messages": [...]}')
+    add = p.add_argument_group("decoding").add_argument
+    add("--gen-length", type=int, help="tokens to generate at most (default: max_new_tokens of the model's "
+        "generation_config.json, else 128)")
+    add("--steps", type=int, help="forward passes for the whole answer (default: one a token)")
+    add("--block-length", type=int, help="decide the answer in blocks of this many tokens, in order (default: one block)")
+    add("--threshold", type=float, help="commit all tokens above this probability, at least one a step; instead of --steps")
+    add("--temperature", type=float, help="0 (default) takes the likeliest token, above draws")
+    add("--remasking", help="how to rank tokens: low_confidence (default), random, maskgit_plus, entropy, topk_margin, origin")
+    add("--seed", type=int, help="of the draws (default 0)")
+    add("--no-eos", dest="stop_at_eos", action="store_false", default=None, help="do not stop at the end-of-text token")
+    add("--eps", type=float, help="Dream's schedule: timesteps linear from 1 to EPS (Dream uses 0.001)")
+    add("--alg-temp", type=float, help="draw the rows to commit at this temperature (Dream; default 0: take the best)")
+    add("--top-p", type=float, help="draw from the likeliest tokens of this total probability")
+    add("--top-k", type=int, help="draw from this many likeliest tokens")
+    add("--cfg-scale", type=float, help="guidance away from the answer to an empty prompt (LLaDA; default 0: none)")
+    add("--logits-eos-inf", action="store_true", default=None, help="never choose the end-of-text token (LLaDA)")
+    add("--confidence-eos-eot-inf", action="store_true", default=None, help="commit end-of-text and end-of-turn last (LLaDA)")
+    add = p.add_argument_group("cache").add_argument
+    add("--cache", choices=["bicache", "none", "naive", "intra"], help="what is reused (default bicache)")
+    add("--depth", help="layers whose shared K/V are reused, or auto (default): from the model's table by prefix ratio")
+    add("--refresh", type=int, help="steps between recomputations of the prefix above the depth (default 16)")
+    add("--window", choices=["all", "rest", "block"], help="rows recomputed after a block's first step: all of the request's "
+        "own (default), the rest from the block on, or the block's")
+    add("--cache-mb", type=float, help="memory for K/V, allocated at the start (default 256)")
+    add("--max-batch", type=int, help="requests that step together at most (default 8)")
+    add("--salt", help="requests with another salt never share a prefix with these")
+    add = p.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object a line on standard output, and nothing else there")
+    add("--output", metavar="FILE", help="write the results there as well, one JSON object a line")
+    add("--watch", action="store_true", help="show the answers as they are denoised, in a terminal")
+    add("--trace", action="store_true", help="show what each layer computed and read at each step")
+    add("--compare", action="store_true", help="run once more without a cache and compare (done when no input is given)")
+    args = p.parse_args(argv)
+    for bad, why in ((args.requests and (args.prompt or args.prefix), "--requests brings its own prompts; leave out --prompt "
+                      "and --prefix"),
+                     (args.prefix and not args.prompt, "--prefix needs at least one --prompt"),
+                     (args.depth is not None and args.cache not in (None, "bicache"), "--depth has an effect only with --cache "
+                      "bicache"),
+                     (args.refresh is not None and args.cache in ("none", "naive"), f"--refresh has no effect with --cache "
+                      f"{args.cache}"),
+                     (args.watch and (args.json or not sys.stdout.isatty()), "--watch draws on standard output, which must be "
+                      "a terminal and free of --json"),
+                     (args.trace and args.json, "--trace and --json both want standard output; give one"),
+                     (args.compare and args.json, "--compare prints a table; leave out --json"),
+                     (args.compare and args.cache == "none", "--compare compares with --cache none; give another --cache")):
+        if bad:
+            raise ValueError(why)
+    if args.depth not in (None, "auto"):
+        if not args.depth.isdigit():
+            raise ValueError(f"--depth is {args.depth!r}; it must be auto or a number of layers")
+        args.depth = int(args.depth)
+    return args
+
+
+def read_text(value: str) -> str:
+    """The value itself, or for @FILE what stands in the file."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{value[1:]} cannot be read: {e.strerror if isinstance(e, OSError) else 'it is not UTF-8 text'}") from e
+
+
+def read_chats(args) -> list[dict]:
+    """What to answer: a list of {"prefix", "prompt"} or {"messages"}."""
+    if args.requests:
+        chats = []
+        for number, line in enumerate(read_text("@" + args.requests).split("\n"), 1):
+            try:
+                chat = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise ValueError(f"line {number} of {args.requests} is no JSON ({e.msg})") from e
+            keys = set(chat) if isinstance(chat, dict) else None
+            if keys not in ({"prefix", "prompt"}, {"prompt"}, {"messages"}) or not all(
+                    isinstance(chat[k], str) for k in keys - {"messages"}):
+                raise ValueError(f'line {number} of {args.requests} must be {{"prefix": text, "prompt": text}} or '
+                                 '{"messages": [...]}')
+            chats.append(chat)
+        return chats
+    if args.prompt:
+        prefix = {"prefix": read_text(args.prefix)} if args.prefix else {}
+        return [{**prefix, "prompt": read_text(p)} for p in args.prompt]
+    examples = HERE / "examples"
+    document = (examples / "staff.txt").read_text().strip()
+    return [{"prefix": document, "prompt": q} for q in (examples / "questions.txt").read_text().strip().split("\n")]
+
+
+def to_request(chat: dict, tokenizer, options: dict):
+    """A chat or a prefix and a prompt as a `Request`: through the chat template where the model has one."""
+    from engine import Request
+    if "messages" not in chat and tokenizer.has_chat:
+        system = [{"role": "system", "content": chat["prefix"]}] if "prefix" in chat else []
+        chat = {"messages": [*system, {"role": "user", "content": chat["prompt"]}]}
+    if "messages" in chat:
+        ids, length = tokenizer.chat(chat["messages"])
+        named = len(chat["messages"]) > 1
+    else:
+        ids, length = tokenizer.split(chat.get("prefix", ""), chat["prompt"])
+        named = "prefix" in chat
+    return Request(ids, prefix_len=length if named else None, **options)
+
+
+def trace_map(events: list, layers: int) -> str:
+    """Layers x steps of one request: where the prefix rows were computed and where their K/V were read."""
+    last = events[-1]
+    lines = []
+    for layer in reversed(range(layers)):
+        cells = ("#" if e.refresh and layer >= e.depth else "." if not e.prefix_tokens else "s" if layer < e.depth else "p"
+                 for e in events)
+        lines.append(f"  layer {layer:3} " + "".join(cells))
+    rows = [hi - lo for lo, hi in (e.computed for e in events)]
+    lines.append(f"  own rows  {rows[0]} at first, {min(rows)} to {max(rows)} a step, in every layer")
+    key = "# prefix computed   s read from shared pages   p read from private pages" if last.prefix_tokens else ". no prefix"
+    return "\n".join([*lines, f"  {key}"])
+
+
+class Watch:
+    """The answers on their way, one line each, drawn over themselves; a finished one stays above them."""
+
+    def __init__(self, decode):
+        self.decode, self.running, self.drawn = decode, {}, 0
+
+    def show(self, event, length: int) -> None:
+        """Take in one event of a request that generates `length` tokens, and draw."""
+        canvas = self.running.setdefault(event.index, [None] * length)
+        for place, token in event.committed:
+            canvas[place] = token
+        lines = [self.line(event.index)] if event.result else []
+        if event.result:
+            del self.running[event.index]
+        lines += [self.line(index) for index in self.running]
+        sys.stdout.write(f"\033[{self.drawn}F" * (self.drawn > 0) + "".join(f"\033[K{line}\n" for line in lines))
+        sys.stdout.flush()
+        self.drawn = len(self.running)
+        time.sleep(0.01)                    # slow enough to see
+
+    def line(self, index: int) -> str:
+        room = os.get_terminal_size().columns - 6
+        text = "".join("░" if t is None else self.decode([t]) for t in self.running[index])
+        return f"{index + 1:4}  " + " ".join(text.split())[:room]
+
+
+def table(results: list, totals: list[int]) -> str:
+    lines = ["request  prefix  ratio  depth  cache  refreshes  steps  generated"]
+    for i, (r, total) in enumerate(zip(results, totals)):
+        state = "hit" if r.hit else "miss" if r.depth else "-"
+        lines.append(f"{i + 1:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {state:>5}  {r.refreshes:9}"
+                     f"  {r.forwards:5}  {len(r.tokens):9}")
+    return "\n".join(lines)
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    chats = read_chats(args)
+    from tqdm import tqdm                   # torch comes in here: --help and a bad option do not wait for it
+    from engine import Engine, Request
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {f.name: given[f.name] for f in fields(Request) if f.name in given and f.name != "prompt"}
+    settings = {name: given[name] for name in ("cache", "depth", "refresh", "window", "cache_mb", "max_batch") if name in given}
+    settings |= dict(device=args.device, dtype=args.dtype, compile=args.compile)
+    engine = Engine.from_folder(args.model, **settings)
+    if engine.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer files, and text needs them; use engine.Engine with token ids")
+    config = Path(args.model) / "generation_config.json"
+    if "gen_length" not in options and config.is_file():
+        options["gen_length"] = json.loads(config.read_text()).get("max_new_tokens", Request.gen_length)
+    requests = [to_request(chat, engine.tokenizer, options) for chat in chats]
+
+    demo = not (args.prompt or args.requests)
+    say = (lambda *a: None) if args.json else print
+    c = engine.model.config
+    say(f"{args.model}: {c.layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
+        f"{str(engine.model.embed.weight.dtype)[6:]} on {engine.device}, cache {engine.mode}\n")
+    results, events, seconds = [None] * len(requests), [[] for _ in requests], time.perf_counter()
+    shown = 0
+    watch = Watch(engine.tokenizer.decode) if args.watch else None
+    bar = tqdm(total=len(requests), unit="answer", leave=False, disable=args.watch or not sys.stderr.isatty())
+    with bar, Lines(args.output) as output:
+        for event in engine.stream(requests):
+            events[event.index].append(event)
+            if watch:
+                watch.show(event, requests[event.index].gen_length)
+            if event.result:
+                results[event.index] = event.result
+                bar.update()
+                line = json.dumps({"index": event.index, "text": engine.tokenizer.decode(event.result.tokens).strip(),
+                                   **asdict(event.result)}, ensure_ascii=False)
+                output.write(line)
+                if args.json:
+                    print(line, flush=True)
+            while shown < len(results) and results[shown]:          # in the order of the questions
+                prompt = chats[shown].get("prompt") or chats[shown]["messages"][-1]["content"]
+                with bar.external_write_mode():
+                    say(f"Q  {prompt}\nA  {engine.tokenizer.decode(results[shown].tokens).strip()}\n")
+                shown += 1
+    seconds = time.perf_counter() - seconds
+    if args.trace:
+        for i, seen in enumerate(events):
+            say(f"request {i + 1}: {len(seen)} steps, from left to right\n{trace_map(seen, c.layers)}\n")
+    say(table(results, [len(r.prompt) + r.gen_length for r in requests]))
+    work = sum(r.token_layers + r.encode_token_layers for r in results)
+    say(f"\n{engine.mode:8} {work:12,.0f} token-layers  {seconds:6.2f} s")
+    if args.compare or demo and not args.json and engine.mode != "none":
+        plain = Engine(engine.model, cache="none", cache_mb=engine.cache.budget / 2**20, max_batch=engine.max_batch,
+                       window=engine.window, tokenizer=engine.tokenizer)
+        start = time.perf_counter()
+        others = plain.generate(requests)
+        start = time.perf_counter() - start
+        full = sum(r.token_layers for r in others)
+        same = sum(a.tokens == b.tokens for a, b in zip(results, others))
+        say(f"{'none':8} {full:12,.0f} token-layers  {start:6.2f} s\n\n{full / work:.1f} times less work, {start / seconds:.1f} "
+            f"times faster; {same} of {len(results)} answers equal")
+    return 0
+
+
+class Lines:
+    """A file of whole lines: written beside the name it will have, renamed to it at the end, also after an interrupt."""
+
+    def __init__(self, path: str | None):
+        self.path, self.file = path, None
+        if path:
+            try:
+                self.file = open(path + ".tmp", "wb", buffering=0)      # unbuffered: a line is one write, or none
+            except OSError as e:
+                raise ValueError(f"--output {path} cannot be written: {e.strerror}") from e
+
+    def __enter__(self):
+        return self
+
+    def write(self, line: str) -> None:
+        if self.file:
+            self.file.write(line.encode() + b"\n")
+
+    def __exit__(self, kind, *_):
+        if self.file:
+            some = self.file.tell()
+            self.file.close()
+            os.replace(self.path + ".tmp", self.path) if some or not kind else os.remove(self.path + ".tmp")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as e:
+        print(f"generate.py: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,47 @@
+"""Small random models that every test file shares, and the paths they need. Everything runs on the CPU in float32."""
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from model import Config, Transformer       # noqa: E402
+
+torch.set_num_threads(1)        # small models: a second thread costs more than it brings
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def tiny(shift=False, layers=4, seed=0, vocab=96, scale=1.0, **kw) -> Transformer:
+    """A random model whose answers hang on every token: weights wide enough that the arg-max is decided by a margin."""
+    torch.manual_seed(seed)
+    settings = dict(layers=layers, hidden=48, heads=4, kv_heads=2 if shift else 4, mlp=64, vocab=vocab, max_len=512, theta=1e4,
+                    eps=1e-6, mask_id=vocab - 1, eos_id=vocab - 2, qkv_bias=shift, tied=False, shift=shift) | kw
+    model = Transformer(Config(**settings))
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=scale * (1.0 if name.startswith("embed") else p.shape[1] ** -0.5))
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(p, std=0.3)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def llada():
+    return tiny()
+
+
+@pytest.fixture(scope="session")
+def dream():
+    return tiny(shift=True)
+
+
+@pytest.fixture(params=["llada", "dream"])
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+def prompt(n: int, seed: int = 0, vocab: int = 90) -> list[int]:
+    return torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
