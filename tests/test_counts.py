@@ -1,0 +1,152 @@
+"""Work, counted and never timed: rows through each layer and the head, forward passes, reads from the device, graphs.
+
+The rows are counted by hooks on the layers themselves, not by the engine's own books, which are then held against them.
+"""
+import math
+
+import pytest
+import torch
+from conftest import prompt, tiny
+
+import engine as engine_module
+from engine import Engine, Request
+
+P, U, G, L, R = 70, 6, 16, 4, 4
+S = U + G
+
+
+class Count:
+    """Rows (token positions) that enter each layer and the head, per forward pass of the model's first layer."""
+
+    def __init__(self, model):
+        self.passes, self.head = [], []
+        self.handles = [layer.register_forward_pre_hook(lambda m, a, i=i: self.layer(i, a[0])) for i, layer in enumerate(model.layers)]
+        self.handles.append(model.head.register_forward_pre_hook(lambda m, a: self.head.append(a[0].shape[0])))
+
+    def layer(self, i, x):
+        if i == 0:
+            self.passes.append([])
+        self.passes[-1].append(x.shape[0] * x.shape[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for handle in self.handles:
+            handle.remove()
+
+
+def ask(seed=1, **kw):
+    return Request(prompt(P) + prompt(U, seed=seed), **{"prefix_len": P, "gen_length": G, "stop_at_eos": False, **kw})
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rows_of_every_step(model, depth):
+    """DESIGN section 8, step by step: a hit computes S rows in the layers below its depth, P + S from there up at steps 0, R,
+    2R, ..., and S everywhere else. Nothing is done for the prefix that the first request already did."""
+    engine = Engine(model, depth=depth, refresh=R, cache_mb=8)
+    with Count(model) as first:
+        miss, = engine.generate([ask(1)])
+    assert first.passes[0] == [P] * L and len(first.passes) == 1 + G          # the prefix alone, then the steps
+    with Count(model) as count:
+        hit, = engine.generate([ask(2)])
+    for step, rows in enumerate(count.passes):
+        assert rows == [S] * depth + [P + S if step % R == 0 else S] * (L - depth), step
+    f = math.ceil(G / R)
+    half = 0.5 * P * f                                      # the last layer's prefix rows give K and V only
+    formula = f * (depth * S + (L - depth) * (P + S)) + (G - f) * L * S - half
+    assert hit.token_layers == formula == sum(map(sum, count.passes)) - half
+    assert hit.encode_token_layers == 0 and miss.encode_token_layers == L * P - 0.5 * P
+    assert miss.token_layers == hit.token_layers and hit.refreshes == f
+
+
+@pytest.mark.parametrize("cache, formula", [
+    ("none", lambda f: G * L * (P + S)), ("intra", lambda f: f * L * (P + S) + (G - f) * L * S - 0.5 * P * f),
+    ("naive", lambda f: G * L * S)])
+def test_token_layers_of_the_other_modes(model, cache, formula):
+    """The table of DESIGN section 8: none, intra, and naive, which is the floor."""
+    result, = Engine(model, cache=cache, refresh=R, cache_mb=8).generate([ask()])
+    assert result.token_layers == formula(math.ceil(G / R))
+
+
+@pytest.mark.parametrize("window", ["rest", "block"])
+def test_rows_of_a_window(model, window):
+    """After a block's first step only the window's rows are computed (Dream's begins one row earlier)."""
+    block, shift = 4, model.config.shift
+    with Count(model) as count:
+        result, = Engine(model, cache="none", window=window, cache_mb=8).generate([ask(block_length=block)])
+    T = P + U + G
+    for step, rows in enumerate(count.passes):
+        lo = P + U + step // block * block - shift
+        hi = T if window == "rest" else lo + block + shift
+        assert rows == [T if step % block == 0 else hi - lo] * L
+    assert result.token_layers == sum(map(sum, count.passes))
+
+
+def test_head_sees_only_rows_that_can_be_committed(model):
+    """The head is V wide: per step it gets the undecided rows of the present block and no others."""
+    with Count(model) as count:
+        Engine(model, depth=2, cache_mb=8).generate([ask(block_length=8, steps=8)])
+    assert [n for n in count.head if n] == [8, 6, 4, 2] * 2
+    with Count(model) as count:
+        engine = Engine(model, depth=2, cache_mb=8)
+        engine.generate([ask(1, block_length=8), ask(2, gen_length=5), ask(3, block_length=16, steps=4)])
+    head = [n for n in count.head if n]
+    alone = [[8 - i % 8 for i in range(16)], [5 - i for i in range(5)], [16, 12, 8, 4]]
+    assert sum(head) == sum(map(sum, alone)) == engine.counts["head_rows"]
+
+
+def test_prefix_queries_of_the_last_layer_are_skipped(model):
+    """In a refresh the last layer's prefix rows give K and V; nobody reads their queries, attention and MLP."""
+    seen = []
+    handle = model.layers[-1].q.register_forward_pre_hook(lambda m, a: seen.append(a[0].shape[1]))
+    try:
+        Engine(model, depth=2, refresh=1, cache_mb=8).generate([ask(steps=2)])
+    finally:
+        handle.remove()
+    assert seen == [0, S, S]                # encoding the prefix, then two refreshes
+
+
+def test_one_read_from_the_device_per_pass(model, monkeypatch):
+    """The loop reads tokens and confidences in one transfer per forward pass; the step itself reads nothing."""
+    reads = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(tuple(self.shape)), original(self))[1])
+    engine = Engine(model, depth=2, refresh=R, cache_mb=8)
+    engine.generate([ask(i) for i in range(3)])
+    assert len(reads) == engine.counts["host_reads"] == engine.counts["passes"] == G
+
+
+def test_private_pages_are_counted_by_depth(model):
+    """A running request costs L - b layers of prefix pages, not L, and one set of suffix pages serves all layers where each
+    step computes them anew."""
+    engine = Engine(model, depth=3, cache_mb=8)
+    stream = engine.stream([ask()])
+    next(stream)
+    pages = engine.cache.kv.shape[0] - 1 - len(engine.cache.free)
+    assert pages == L * 2 + (L - 3) * 2 + 1
+    stream.close()
+
+
+def test_batches_share_passes(model):
+    """Eight requests of one prefix and one length take as many forward passes as one."""
+    engine = Engine(model, depth=2, cache_mb=8, max_batch=8)
+    engine.generate([ask(i) for i in range(8)])
+    assert engine.counts["passes"] == G and engine.counts["encoded_prefixes"] == 1
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_step_compiles_without_a_graph_break(shift):
+    """fullgraph=True raises at a graph break. The whole step compiles: a refresh (the prefix joins at the depth), in a batch
+    of two, and gives the tokens of the eager step."""
+    model = tiny(shift, layers=2)
+    requests = [Request(prompt(20) + prompt(n, seed=n), prefix_len=20, gen_length=2, steps=1) for n in (3, 5)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(engine_module.step, fullgraph=True, dynamic=False, backend="aot_eager")
+    engine = Engine(model, depth=1, cache_mb=2)
+    engine.step = compiled
+    eager = Engine(model, depth=1, cache_mb=2).generate(requests)
+    assert [r.tokens for r in engine.generate(requests)] == [r.tokens for r in eager]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]

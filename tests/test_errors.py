@@ -1,0 +1,216 @@
+"""Bad input: one sentence that names the value, the limit and the remedy, before any model runs."""
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import GOLDEN, prompt, tiny
+from safetensors.torch import load_file, save_file
+
+from engine import Engine, Request
+from model import load
+
+GOOD = dict(prompt=[1, 2, 3], gen_length=8)
+
+
+@pytest.mark.parametrize("bad, says", [
+    (dict(prompt=[]), "prompt is empty"),
+    (dict(prompt=[1, 96]), "96; ids run from 0 to 95"),
+    (dict(prompt=[-1]), "-1; ids run"),
+    (dict(gen_length=0), "gen_length is 0"),
+    (dict(gen_length=-4), "gen_length is -4"),
+    (dict(prompt=[1] * 510), "make 518 tokens and the model takes 512"),
+    (dict(prefix_len=4), "prefix_len is 4; the prompt has 3"),
+    (dict(prefix_len=-1), "prefix_len is -1"),
+    (dict(block_length=0), "block_length is 0"),
+    (dict(block_length=9), "from 1 to gen_length \\(8\\)"),
+    (dict(block_length=4, steps=3), "steps is 3; it must be a multiple of the number of blocks \\(2\\)"),
+    (dict(steps=9), "steps is 9"),
+    (dict(steps=0), "steps is 0"),
+    (dict(threshold=0.0), "threshold is 0.0"),
+    (dict(threshold=1.1), "threshold is 1.1"),
+    (dict(threshold=math.nan), "threshold is nan"),
+    (dict(threshold=0.5, steps=4), "exclude each other"),
+    (dict(threshold=0.5, remasking="random"), "give steps instead"),
+    (dict(temperature=-0.1), "temperature is -0.1"),
+    (dict(temperature=math.inf), "temperature is inf"),
+    (dict(temperature=math.nan), "temperature is nan"),
+    (dict(remasking="best"), "remasking is 'best'; it must be one of low_confidence"),
+    (dict(alg_temp=0.5, threshold=0.5), "leave it at 0"),
+    (dict(alg_temp=0.5, remasking="random"), "leave it at 0"),
+    (dict(top_p=0), "top_p is 0"),
+    (dict(top_k=0), "top_k is 0"),
+    (dict(cfg_scale=-1), "cfg_scale is -1"),
+    (dict(eps=1.0), "eps is 1.0"),
+    (dict(remasking="origin"), "give eps"),
+    (dict(eps=0.001, block_length=4), "neither threshold nor block_length"),
+])
+def test_bad_request(llada, bad, says, monkeypatch):
+    """Refused at the call of `stream`, before anything runs, also when it is the second of two; then it is named."""
+    engine = Engine(llada, cache_mb=4)
+    monkeypatch.setattr(engine, "step", None)
+    with pytest.raises(ValueError, match=says):
+        engine.stream([Request(**GOOD | bad)])
+    with pytest.raises(ValueError, match="request 1: .*" + says):
+        engine.stream([Request(**GOOD), Request(**GOOD | bad)])
+
+
+@pytest.mark.parametrize("bad, says", [
+    (dict(cache="full"), "cache is 'full'"), (dict(window="some"), "window is 'some'"), (dict(depth=5), "depth is 5"),
+    (dict(depth=-1), "depth is -1"), (dict(depth="deep"), "depth is 'deep'"), (dict(refresh=0), "refresh is 0"),
+    (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"), (dict(cache_mb=0), "cache_mb is 0")])
+def test_bad_engine(llada, bad, says):
+    with pytest.raises(ValueError, match=says):
+        Engine(llada, **bad)
+
+
+def test_budget_too_small_says_how_much_is_needed(model):
+    """A request that can never fit is refused at submission with the megabytes it needs, and those suffice."""
+    request = Request(prompt(200), prefix_len=190, gen_length=20)
+    with pytest.raises(ValueError, match=r"needs [\d.]+ MB of cache and the budget is 0.2 MB; set cache_mb to (\d+)") as e:
+        Engine(model, depth=2, cache_mb=0.2).generate([request])
+    need = float(str(e.value).split("needs ")[1].split(" MB")[0])
+    result, = Engine(model, depth=2, cache_mb=need + 0.06).generate([request])      # one decimal, and the page that stays free
+    assert result.depth == 2 and len(result.tokens) <= 20
+
+
+def test_requests_wait_for_room_and_all_are_served(model):
+    """Symptom: the loop spins or starves when the cache holds one request at a time. Eight requests whose pages fit only one
+    by one are served in order, with the tokens they have alone."""
+    requests = [Request(prompt(150, seed=i), prefix_len=140, gen_length=4) for i in range(8)]
+    alone = [Engine(model, depth=2, cache_mb=8).generate([r])[0].tokens for r in requests]
+    small = Engine(model, depth=2, cache_mb=0.72 if model.config.kv_heads == 4 else 0.45)
+    assert [r.tokens for r in small.generate(requests)] == alone
+
+
+def test_two_streams_on_one_full_cache(model):
+    """Symptom: a stream waits for ever on pages that another, idle stream holds. It says so instead."""
+    engine = Engine(model, depth=2, cache_mb=0.72 if model.config.kv_heads == 4 else 0.45)
+    request = Request(prompt(150), prefix_len=140, gen_length=4)
+    first = engine.stream([request])
+    next(first)
+    with pytest.raises(RuntimeError, match="held by another stream"):
+        engine.generate([Request(prompt(150, seed=1), prefix_len=140, gen_length=4)])
+    first.close()
+    assert engine.generate([request])[0].hit
+
+
+def test_non_finite_logits(model):
+    """Symptom: NaN logits turn into token 0, silently. The step, the request and a remedy are named; nothing leaks."""
+    broken = tiny(model.config.shift, seed=2)
+    broken.norm.weight[0] = math.nan
+    engine = Engine(broken, depth=2, cache_mb=4)
+    with pytest.raises(ValueError, match="non-finite logits at step 0 of request 0; .*float32"):
+        engine.generate([Request(prompt(20), prefix_len=9, gen_length=4)])
+    assert all(e.users == 0 for e in engine.cache.entries.values())
+
+
+def test_an_interrupt_while_encoding_leaves_no_half_entry(model, monkeypatch):
+    """Symptom: a prefix whose encoding was interrupted is found later, with empty pages. It is forgotten, its pages freed."""
+    engine = Engine(model, depth=2, cache_mb=4)
+    free = len(engine.cache.free)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(engine.cache, "write_boundaries", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([Request(prompt(20), prefix_len=9, gen_length=4)])
+    assert len(engine.cache.free) == free and engine.cache.find(prompt(20)) is None
+
+
+# -- model folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["llada", "dream"])
+def folder(request, tmp_path):
+    return shutil.copytree(GOLDEN / request.param, tmp_path / "model")
+
+
+def edit_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | values).items() if v is not ...}))
+
+
+def test_unknown_model_type(folder):
+    edit_config(folder, model_type="gpt2")
+    with pytest.raises(ValueError, match="model_type 'gpt2'; known are llada, Dream"):
+        load(folder)
+
+
+def test_config_missing_or_broken(folder):
+    edit_config(folder, mask_token_id=...)
+    with pytest.raises(ValueError, match="lacks mask_token_id"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config.json"):
+        load(folder)
+
+
+def test_tensors_that_do_not_fit_are_all_named_at_once(folder):
+    """Symptom: a missing head is silently random. Missing, left-over and mis-shaped tensors come in one message."""
+    weights = load_file(folder / "model.safetensors")
+    gone, bent = sorted(weights)[0], sorted(weights)[5]
+    del weights[gone]
+    weights[bent] = torch.zeros(3, 5)
+    weights["extra.weight"] = torch.zeros(1)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError) as e:
+        load(folder)
+    message = str(e.value)
+    assert f"missing: {gone};" in message and "left over: extra.weight" in message and f"{bent} is (3, 5), not" in message
+
+
+def test_truncated_and_missing_files(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(ValueError, match="cannot be read .*; download it again"):
+        load(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match="lacks model.safetensors"):
+        load(folder)
+
+
+def test_shards(folder):
+    """A folder of shards with an index loads to the same model; a missing shard is named."""
+    whole = load(folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    keys = sorted(weights)
+    parts = {"model-1.safetensors": keys[:20], "model-2.safetensors": keys[20:]}
+    for name, part in parts.items():
+        save_file({k: weights[k] for k in part}, folder / name)
+    index = {"weight_map": {k: name for name, part in parts.items() for k in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    ids = torch.tensor([prompt(9)])
+    assert torch.equal(load(folder)(ids), whole(ids))
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match="lacks model-2.safetensors"):
+        load(folder)
+
+
+def test_tied_heads_share_storage(folder):
+    """A tied checkpoint holds no head; the head is the embedding, not a copy and not random."""
+    weights = load_file(folder / "model.safetensors")
+    head = next(k for k in weights if k.endswith("transformer.ff_out.weight") or k == "lm_head.weight")
+    del weights[head]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"missing: {head}"):
+        load(folder)
+    edit_config(folder, weight_tying=True, tie_word_embeddings=True)
+    model = load(folder)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert len(Engine(model, cache="none", cache_mb=4).generate([Request(prompt(5), gen_length=4)])[0].tokens) <= 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes(folder, dtype):
+    """Weights are cast while they are read, and the engine runs in that dtype, cache included."""
+    engine = Engine.from_folder(folder, depth=2, dtype=dtype, cache_mb=4)
+    assert engine.model.embed.weight.dtype == engine.cache.kv.dtype == getattr(torch, dtype)
+    first, second = engine.generate([Request(prompt(20), prefix_len=9, gen_length=4)] * 2)
+    assert first.tokens == second.tokens and second.hit

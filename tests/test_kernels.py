@@ -1,0 +1,482 @@
+"""The kernels: twins and Triton against float64 references written plainly here, on whatever hardware there is.
+
+Without a GPU the Triton kernels run in Triton's interpreter (it must be switched on before Triton is imported, so one test
+starts a second pytest on the class `TestInterpreted`) and are compiled for sm_80 and sm_90, where the compiler's own account
+of registers and shared memory is read. With a GPU the same checks run on it, and whole generations are compared.
+
+Poison: memory that a kernel is given to fill starts as NaN, and so do all places of the cache that nobody may read.
+"""
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, prompt, tiny
+
+import kernels
+from engine import Engine, Request
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN, INF = float("nan"), float("inf")
+PAGE = 64
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@contextmanager
+def poison():
+    """Memory that is allocated in here and not yet written holds NaN, or the largest integer (torch's default, if asked)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def error(x, reference) -> float:
+    """Norm of the difference over the norm of the reference; NaN anywhere gives NaN."""
+    x, reference = x.double().cpu(), reference.double().cpu()
+    return float((x - reference).norm() / reference.norm().clamp(min=1e-30))
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+# name: B, H, K, N, D, prefix lengths, suffix lengths, pages in the list, dtype
+ATTEND = {
+    "two lengths": (2, 2, 2, 37, 32, (70, 3), (37, 12), 4, FP32),
+    "no prefix": (2, 4, 2, 5, 64, (0, 64), (70, 5), 3, FP32),
+    "no suffix": (1, 2, 1, 3, 32, (65,), (0,), 3, FP32),
+    "sees nothing": (2, 2, 1, 5, 32, (0, 1), (0, 0), 2, FP32),
+    "ends on a page": (1, 1, 1, 2, 128, (128,), (64,), 3, FP32),
+    "split pages": (2, 2, 1, 9, 32, (500, 10), (20, 130), 12, FP32),
+    "split, one share empty": (2, 2, 1, 1, 16, (0, 64), (0, 1), 16, FP32),
+    "Dream's groups of 7": (1, 14, 2, 11, 128, (90,), (11,), 3, BF16),
+    "more rows than a block": (2, 2, 2, 70, 64, (33, 200), (70, 41), 6, BF16),
+    "float16": (1, 4, 4, 33, 128, (100,), (33,), 3, FP16),
+    "list too short": (1, 2, 2, 4, 32, (100,), (100,), 3, FP32),
+}
+TOLERANCE = {FP32: 2e-6, FP16: 1e-3, BF16: 8e-3}       # of `error`; a rounding of the dtype is 6e-8, 5e-4, 4e-3
+
+
+def attend_case(B, H, K, N, D, P, S, n, dtype, device="cpu"):
+    """Random inputs, and the cache twice: once clean, once NaN wherever no request may look."""
+    g = torch.Generator().manual_seed(B * H + N + D)
+    kv = torch.randn(B * n + 3, 2, K, PAGE, D, generator=g).to(dtype)
+    pages = (torch.randperm(B * n + 2, generator=g)[:B * n] + 1).view(B, n)
+    poisoned = torch.full_like(kv, NAN)
+    for b in range(B):
+        for c in visible(P[b], S[b], n):
+            poisoned[pages[b, c // PAGE], :, :, c % PAGE] = kv[pages[b, c // PAGE], :, :, c % PAGE]
+    q = torch.randn(B, N, H, D, generator=g).to(dtype).transpose(1, 2)
+    return [x.to(device) for x in (q, kv, poisoned, pages, torch.tensor(P), torch.tensor(S))]
+
+
+def visible(P, S, n) -> list:
+    """The columns that a request sees in a list of n pages."""
+    start = -(-P // PAGE) * PAGE
+    return [c for c in (*range(P), *range(start, start + S)) if c < n * PAGE]
+
+
+def attend_reference(q, kv, pages, P, S):
+    B, H, N, D = q.shape
+    out = torch.zeros(B, H, N, D, dtype=torch.float64)
+    for b in range(B):
+        columns = visible(int(P[b]), int(S[b]), pages.shape[1])
+        for h in range(H if columns else 0):
+            k, v = (torch.stack([kv[pages[b, c // PAGE], i, h * kv.shape[2] // H, c % PAGE] for c in columns]).double()
+                    for i in (0, 1))
+            out[b, h] = (q[b, h].double() @ k.T / math.sqrt(D)).softmax(-1) @ v
+    return out
+
+
+def check_attend(case, impl, device="cpu"):
+    *shape, dtype = ATTEND[case]
+    if INTERPRETED and dtype == BF16:
+        dtype = FP16                        # the interpreter's matrix product takes the bits of bfloat16 for integers
+    q, kv, poisoned, pages, P, S = attend_case(*shape, dtype, device)
+    reference = attend_reference(*(x.cpu() for x in (q, kv, pages, P, S)))
+    with poison():
+        out = kernels.attend(q, poisoned if impl == "triton" else kv, pages, P, S, impl=impl)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert error(out, reference) < TOLERANCE[q.dtype]
+    assert not out[P + S == 0].any(), "who sees nothing gets zeros"
+
+
+# -- rotate and store -------------------------------------------------------------------------------------------------
+
+# B, H, K, M (rows of q), N (rows of k and v), D, dtype
+ROPE = [(2, 2, 2, 5, 5, 32, FP32), (2, 6, 2, 3, 7, 64, BF16), (1, 7, 1, 0, 4, 128, FP16), (1, 3, 3, 2, 2, 16, FP32)]
+
+
+def check_rope_store(B, H, K, M, N, D, dtype, impl, device="cpu"):
+    g = torch.Generator().manual_seed(N + D)
+    n, real = 4, N - 1                                                  # the last row is padding and goes to page 0
+    rows = lambda heads, count: torch.randn(B, count, heads, D, generator=g).to(dtype).transpose(1, 2)
+    q, k, v = rows(H, M), rows(K, N), rows(K, N)
+    angle = torch.randn(B, 1, N, D // 2, generator=g) * 9
+    pages = torch.cat([(torch.randperm(B * n, generator=g) + 1).view(B, n), torch.zeros(B, 1, dtype=torch.long)], 1)
+    columns = torch.stack([torch.randperm(n * PAGE, generator=g)[:N] for _ in range(B)])
+    columns[:, real:] = n * PAGE
+    kv = torch.full((B * n + 1, 2, K, PAGE, D), NAN, dtype=dtype)
+
+    turned = []                                                         # q and k, rotated pair by pair in float64
+    for x, a in ((q, angle[:, :, N - M:]), (k, angle)):
+        z = torch.complex(x[..., :D // 2].double(), x[..., D // 2:].double()) * torch.polar(torch.ones_like(a).double(), a.double())
+        turned.append(torch.cat([z.real, z.imag], -1))
+    want = kv.double()
+    for b in range(B):
+        for j in range(real):
+            at, offset = pages[b, columns[b, j] // PAGE], columns[b, j] % PAGE
+            want[at, 0, :, offset], want[at, 1, :, offset] = turned[1][b, :, j], v[b, :, j].double()
+
+    q, k, v, angle, kv, pages, columns = (x.to(device) for x in (q, k, v, angle, kv, pages, columns))
+    with poison():
+        out = kernels.rope_store(q, k, v, angle.cos(), angle.sin(), kv, pages, columns, impl=impl)
+    assert out.shape == q.shape and out.dtype == dtype and (M == 0 or error(out, turned[0]) < TOLERANCE[dtype])
+    kv = kv[1:].cpu().double()
+    assert torch.equal(kv.isnan(), want[1:].isnan()), "written where it should not be, or not where it should"
+    assert error(kv.nan_to_num(), want[1:].nan_to_num()) < TOLERANCE[dtype]
+    assert torch.equal(kv[:, 1].nan_to_num(), want[1:, 1].nan_to_num()), "V is stored as it is"
+
+
+# -- confidence -------------------------------------------------------------------------------------------------------
+
+CONFIDENCE = [(V, dtype, noisy) for V, dtype in ((2, FP32), (4097, FP32), (9001, BF16), (20001, FP16)) for noisy in (0, 1)]
+MASK = 1
+
+
+def confidence_case(V, dtype, noisy, device="cpu"):
+    """Rows: plain, one far above all, all but one -inf, half -inf with a whole chunk of them, mask on top, a tie."""
+    g = torch.Generator().manual_seed(V)
+    l = (torch.randn(6, V, generator=g) * 3).to(dtype)
+    l[1, 0] = 60
+    l[2, :] = -INF
+    l[2, V - 1 if V > 2 else 0] = 1.5
+    l[3, V // 2 + 1:] = -INF
+    l[4, MASK] = 50
+    l[5, [0, V - 1 if V > 2 else 0, V // 2]] = 20       # V // 2 may be the mask id
+    noise = None
+    if noisy:
+        noise = (torch.tensor([0.7, 1.0, 0.3, 1.5, 1.0, 0.0]), torch.tensor([0, 1, 2**40 + 5, -3, 9, 9]), torch.arange(6),
+                 torch.arange(6) * 1000)
+        noise = tuple(x.to(device) for x in noise)
+    return l.to(device), noise
+
+
+def confidence_reference(l, noise):
+    """Token, log-probability, negative entropy, margin, the obvious way, in float64."""
+    l = l.double().cpu()
+    z = l.clone()
+    if noise:
+        temperature, *key = (x.cpu() for x in noise)
+        u = kernels.uniform(*key, torch.arange(l.shape[1])).double()
+        z -= temperature[:, None] * torch.log(-torch.log(u))
+    z[:, MASK] = -INF
+    token = z.argmax(1)
+    p = l.softmax(1)
+    chosen = torch.zeros_like(p).scatter(1, token[:, None], 1).bool()
+    score = -torch.log1p(p.masked_fill(chosen, 0).sum(1) / p[chosen])
+    entropy = torch.special.xlogy(p, p).sum(1)
+    p[:, MASK] = 0
+    top = torch.cat([p, torch.zeros(len(p), 1)], 1).topk(2, 1)[0]
+    return token, score, entropy, top[:, 0] - top[:, 1]
+
+
+def check_confidence(V, dtype, noisy, impl, device="cpu"):
+    l, noise = confidence_case(V, dtype, noisy, device)
+    token, *want = confidence_reference(l, noise)
+    with poison():
+        out = kernels.confidence(l, MASK, noise, stats=True, impl=impl)
+        brief = kernels.confidence(l, MASK, noise, impl=impl)
+    assert len(brief) == 2 and torch.equal(brief[0], out[0]) and torch.allclose(brief[1], out[1], atol=0, rtol=1e-6)
+    assert out[0].dtype == torch.long and torch.equal(out[0].cpu(), token), "token"
+    for name, x, y in zip(("score", "entropy", "margin"), out[1:], want):
+        assert x.dtype == FP32
+        # A score near 0 keeps its digits: rows whose probability rounds to 1 can still be told apart.
+        assert torch.allclose(x.cpu().double(), y, rtol=2e-5, atol=1e-35 if name == "score" else 2e-6), (name, x, y)
+
+
+def check_confidence_extremes(impl, device="cpu"):
+    """A row of -inf is worth nothing, a NaN never passes for a score, no rows are no error, and both sides hash alike."""
+    l = torch.full((3, 5000), -INF)
+    l[1, 7] = NAN
+    l[2, MASK] = 0
+    token, *stats = kernels.confidence(l.to(device), MASK, None, stats=True, impl=impl)
+    score, entropy, margin = (x.cpu() for x in stats)
+    assert score[0] == entropy[0] == margin[0] == -INF and score[2] == -INF and not score[1].isfinite()
+    assert entropy[2] == margin[2] == 0
+    token, score = kernels.confidence(l[:0].to(device), MASK, impl=impl)
+    assert token.shape == score.shape == (0,) and token.dtype == torch.long
+    # With equal logits and a high temperature the noise alone decides: the first 5000 draws must agree to the last bit.
+    for seed in range(3):
+        key = [torch.full((4,), seed), torch.arange(4), torch.arange(4) * 77]
+        u = kernels.uniform(*key, torch.arange(5000))
+        u[:, MASK] = -1
+        noise = [torch.ones(4), *key]
+        token, _ = kernels.confidence(torch.zeros(4, 5000, device=device), MASK, [x.to(device) for x in noise], impl=impl)
+        assert torch.equal(token.cpu(), u.argmax(1))
+
+
+# -- where each runs --------------------------------------------------------------------------------------------------
+
+
+class TestTwins:
+    __test__ = not INTERPRETED
+
+    @pytest.mark.parametrize("case", ATTEND)
+    def test_attend(self, case):
+        check_attend(case, "torch")
+
+    @pytest.mark.parametrize("shape", ROPE, ids=str)
+    def test_rope_store(self, shape):
+        check_rope_store(*shape, impl="torch")
+
+    @pytest.mark.parametrize("case", CONFIDENCE, ids=str)
+    def test_confidence(self, case):
+        check_confidence(*case, impl="torch")
+
+    def test_confidence_extremes(self):
+        check_confidence_extremes("torch")
+
+    def test_noise_is_finite(self, monkeypatch):
+        """The largest draw once rounded to 1, whose Gumbel noise is infinite: 1 row in 130 committed a token by that alone."""
+        monkeypatch.setattr(kernels, "_mix", lambda x: torch.full_like(x, 0xFFFFFFFF))
+        assert float(kernels.uniform(*[torch.zeros(1, dtype=torch.long)] * 4)) < 1
+
+    def test_choose(self):
+        assert kernels.choose("cpu") == kernels.choose("cpu", "torch") == kernels.choose("cuda", "torch") == "torch"
+        with pytest.raises(ValueError, match="needs a GPU, and the model is on cpu"):
+            kernels.choose("cpu", "triton")
+        with pytest.raises(ValueError, match="one of auto, triton, torch"):
+            kernels.choose("cpu", "cuda")
+
+    def test_without_triton(self, monkeypatch):
+        """The file loads, the CPU says nothing, a GPU is told once."""
+        monkeypatch.setitem(sys.modules, "triton", None)
+        spec = importlib.util.spec_from_file_location("kernels_without_triton", ROOT / "kernels.py")
+        bare = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(bare)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert bare.choose("cpu") == "torch"
+        for wanted in ("auto", "triton"):
+            with pytest.warns(UserWarning, match="triton is not installed"):
+                assert bare.choose("cuda", wanted) == "torch"
+        q, kv, _, *rest = attend_case(*ATTEND["two lengths"])
+        assert torch.equal(bare.attend(q, kv, *rest), kernels.attend(q, kv, *rest))
+
+    def test_bench_without_gpu(self, capsys):
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+        spec = importlib.util.spec_from_file_location("bench_kernels", ROOT / "bench" / "kernels.py")
+        bench = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(bench)
+        assert bench.main([]) == 2
+        assert "needs a GPU" in capsys.readouterr().err
+
+
+def generations(model, attention, device="cpu", compile=False):
+    """Two prefix lengths in a row through one engine, the second in a batch of two, with a refresh between the steps."""
+    engine = Engine(model, depth=1, refresh=2, cache_mb=8, attention=attention, compile=compile)
+    first, second = prompt(66, 1), prompt(21, 2)
+    batches = [[Request(first + prompt(3, 3), prefix_len=66, gen_length=3)],
+               [Request(second + prompt(4, 4), prefix_len=21, gen_length=3),
+                Request(first + prompt(2, 5), prefix_len=66, gen_length=3, temperature=0.8, seed=3)]]
+    return [result.tokens for batch in batches for result in engine.generate(batch)]
+
+
+@needs_triton
+class TestInterpreted:
+    """Collected in the second pytest only; `test_in_the_interpreter` starts it."""
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("case", ATTEND)
+    def test_attend(self, case):
+        check_attend(case, "triton")
+
+    @pytest.mark.parametrize("shape", ROPE, ids=str)
+    def test_rope_store(self, shape):
+        check_rope_store(*shape, impl="triton")
+
+    @pytest.mark.parametrize("case", CONFIDENCE, ids=str)
+    def test_confidence(self, case):
+        check_confidence(*case, impl="triton")
+
+    def test_confidence_extremes(self):
+        check_confidence_extremes("triton")
+
+    def test_dream_vocabulary(self):
+        l = torch.randn(1, 152064, generator=torch.Generator().manual_seed(0))
+        for a, b in zip(kernels.confidence(l, 151666, stats=True, impl="triton"), kernels.confidence(l, 151666, stats=True)):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_head_dim(self):
+        q, kv, _, *rest = attend_case(1, 2, 2, 3, 24, (5,), (3,), 2, FP32)
+        with pytest.raises(ValueError, match="head_dim is 24"):
+            kernels.attend(q, kv, *rest, impl="triton")
+
+    def test_generation(self):
+        model = tiny(shift=True, layers=2, hidden=64)
+        assert generations(model, "triton") == generations(model, "torch")
+
+
+if not INTERPRETED:
+    @needs_triton
+    def test_in_the_interpreter():
+        env = os.environ | {"TRITON_INTERPRET": "1"}
+        run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__],
+                             cwd=ROOT, env=env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+# -- compiled ahead of time -------------------------------------------------------------------------------------------
+
+SHARED = {80: 166912, 90: 232448}       # bytes a block may have: 163 kB on an A100, 227 kB on an H100
+TYPES = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
+COUNTS = {"B", "N", "M", "n", "splits", "rows", "chunks", "mask_id", "pages_b", "columns_b"}    # may be any integer
+I64 = dict.fromkeys(("Pages", "PrefixLen", "SuffixLen", "Columns", "Seed", "Step", "Row", "OutToken"), "*i64")
+
+
+def shipped() -> dict:
+    """Every configuration the launchers choose: name -> kernel, argument types, compile-time constants."""
+    table = {}
+    for dtype, D, G in [(d, D, 1) for d in (BF16, FP32) for D in (32, 64, 128)] + [(FP16, 128, 1), (BF16, 128, 7)]:
+        types = I64 | dict(Q=TYPES[dtype], KV=TYPES[dtype], Out=TYPES[dtype], Lse="*fp32", scale="fp32")
+        # One of each kind that attend_config tells apart; float16 differs from bfloat16 in the name of one instruction.
+        for rows, programs in ((32, 32), (64, 1), (512, 64))[dtype == FP16:2 if dtype == FP16 else 3]:
+            config = kernels.attend_config(dtype, D, rows, programs)
+            table[f"attend {TYPES[dtype][1:]} D{D} G{G} {config['ROWS']} rows"] = (
+                kernels._attend_kernel, types, dict(G=G, K=32 // G, D=D, PAGE=PAGE) | config)
+    table["combine"] = kernels._combine_kernel, dict(Part="*fp32", Lse="*fp32", Out="*bf16"), dict(D=128, ROWS=16, num_warps=4)
+    for H, K in ((32, 32), (28, 4)):
+        types = I64 | dict.fromkeys(("Q", "Key", "Value", "KV", "Out"), "*bf16") | dict(Cos="*fp32", Sin="*fp32")
+        table[f"rope_store H{H} K{K}"] = kernels._rope_store_kernel, types, dict(
+            H=H, K=K, D=128, PAGE=PAGE, H_UP=32, K_UP=K, num_warps=4)
+    for dtype, noise, stats in ((BF16, False, False), (BF16, True, True), (FP32, True, True)):
+        types = I64 | dict(Logits=TYPES[dtype], Temperature="*fp32", Part="*fp32", Token="*i32")
+        table[f"judge {TYPES[dtype][1:]} noise {noise} stats {stats}"] = kernels._judge_kernel, types, dict(
+            CHUNK=4096, NOISE=noise, STATS=stats, num_warps=4)
+    types = I64 | dict(Part="*fp32", Token="*i32", Out="*fp32")
+    table["verdict"] = kernels._verdict_kernel, types, dict(CHUNKS=64, STATS=True, num_warps=1)
+    return table
+
+
+def build(kernel, types: dict, constants: dict, capability: int):
+    """The kernel as a launch would compile it: pointers and the model's own strides are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    options = {k: v for k, v in constants.items() if k.startswith("num_")}
+    constants = {k: v for k, v in constants.items() if k not in options}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+            if signature[name].startswith("*") or signature[name] == "i32" and name not in COUNTS}
+    return kernels.triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even),
+                                  target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def usage(binary: bytes, tool: Path, folder: Path) -> dict:
+    """REG, STACK and LOCAL of compiled code, as its header says. Registers are spilled to a stack: none, no spill.
+
+    Read off the code itself and not from `ptxas -v`, whose run here would lack the options that Triton gave.
+    """
+    (folder / "kernel.cubin").write_bytes(binary)
+    report = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+
+
+@needs_triton
+class TestCompiled:
+    __test__ = not INTERPRETED
+
+    @pytest.mark.parametrize("capability", SHARED)
+    @pytest.mark.parametrize("name", shipped() if kernels.triton and not INTERPRETED else [])
+    def test_compiles_without_spills(self, name, capability, tmp_path):
+        import triton.backends.nvidia
+        tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+        if absent := [tool for tool in ("ptxas", "cuobjdump") if not (tools / tool).is_file()]:
+            pytest.skip(f"this triton brings no {' and no '.join(absent)}")
+        built = build(*shipped()[name], capability)
+        used = usage(built.asm["cubin"], tools / "cuobjdump", tmp_path)
+        print(f"sm_{capability} {name}: {used['REG']} registers, {built.metadata.shared} bytes shared, {used['STACK']} stack")
+        assert built.metadata.shared <= SHARED[capability]
+        assert used["STACK"] == used["LOCAL"] == 0, f"spills: {used}"
+
+
+@gpu
+@needs_triton
+class TestGPU:
+    __test__ = not INTERPRETED
+
+    @pytest.mark.parametrize("impl", ["torch", "triton"])
+    @pytest.mark.parametrize("case", ATTEND)
+    def test_attend(self, case, impl):
+        check_attend(case, impl, "cuda")
+
+    @pytest.mark.parametrize("impl", ["torch", "triton"])
+    @pytest.mark.parametrize("shape", ROPE, ids=str)
+    def test_rope_store(self, shape, impl):
+        check_rope_store(*shape, impl=impl, device="cuda")
+
+    @pytest.mark.parametrize("impl", ["torch", "triton"])
+    @pytest.mark.parametrize("case", CONFIDENCE, ids=str)
+    def test_confidence(self, case, impl):
+        check_confidence(*case, impl=impl, device="cuda")
+
+    def test_confidence_extremes(self):
+        check_confidence_extremes("triton", "cuda")
+
+    @pytest.mark.parametrize("rows", [32, 200, 512])
+    def test_attend_at_model_size(self, rows):
+        """LLaDA's heads at a real length, all launch configurations of bfloat16, against the twin in float32."""
+        q, kv, poisoned, *rest = attend_case(2, 32, 32, rows, 128, (2000, 777), (rows, rows - 5), 40, BF16, "cuda")
+        want = kernels.attend(q.float(), kv.float(), *rest)
+        assert error(kernels.attend(q, poisoned, *rest, impl="triton"), want) < TOLERANCE[BF16]
+
+    def test_cuda_graph(self):
+        """One graph of all three, replayed after the lengths, pages and logits in its buffers have changed."""
+        torch.manual_seed(0)
+        B, H, K, N, D, n = 2, 4, 2, 6, 64, 6
+        dev = dict(device="cuda")
+        q, k, v = (torch.randn(B, h, N, D, **dev) for h in (H, K, K))
+        angle, logits = torch.randn(B, 1, N, D // 2, **dev), torch.randn(3, 5000, **dev)
+        kv, pages = torch.randn(B * n + 1, 2, K, PAGE, D, **dev), (torch.randperm(B * n, **dev) + 1).view(B, n)
+        columns, P, S = (torch.zeros(shape, dtype=torch.long, **dev) for shape in ((B, N), (B,), (B,)))
+
+        def inputs(first, second):
+            P.copy_(torch.tensor([first, second]))
+            S.fill_(N)
+            columns.copy_(((P + PAGE - 1) // PAGE * PAGE)[:, None] + torch.arange(N, **dev))
+
+        def step(impl, kv):
+            x = kernels.rope_store(q, k, v, angle.cos(), angle.sin(), kv, pages, columns, impl=impl)
+            return kernels.attend(x, kv, pages, P, S, impl=impl), *kernels.confidence(logits, MASK, impl=impl)
+
+        inputs(100, 64)
+        step("triton", kv)                                              # compiles, outside the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step("triton", kv)
+        for lengths in ((3, 200), (128, 0)):
+            inputs(*lengths)
+            logits.normal_()
+            want = step("torch", kv.clone())
+            graph.replay()
+            assert error(out[0], want[0]) < TOLERANCE[FP32]
+            assert torch.equal(out[1], want[1]) and torch.allclose(out[2], want[2], rtol=1e-5)
+
+    @pytest.mark.parametrize("compile", [False, True])
+    @pytest.mark.parametrize("shift", [False, True])
+    def test_generation(self, shift, compile):
+        model = tiny(shift=shift, layers=3, hidden=128).cuda()
+        want = generations(model, "torch", "cuda")
+        assert generations(model, "triton", "cuda", compile) == want
