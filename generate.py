@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 def parse(argv=None) -> argparse.Namespace:
     """The command line. Whatever is not given stays None, so that defaults are written once: in Request and Engine."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.error = lambda message: p.exit(2, f"generate.py: {message}\n")
     add = p.add_argument_group("model").add_argument
     add("--model", metavar="DIR", default=str(HERE / "checkpoints" / "tiny"), help="model folder (default: the embedded one)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run (auto: the GPU if there is one)")
@@ -99,7 +101,7 @@ def read_chats(args) -> list[dict]:
     """What to answer: a list of {"prefix", "prompt"} or {"messages"}."""
     if args.requests:
         chats = []
-        for number, line in enumerate(read_text("@" + args.requests).split("\n"), 1):
+        for number, line in enumerate(read_text("@" + args.requests).splitlines(), 1):
             try:
                 chat = json.loads(line)
             except json.JSONDecodeError as e:
@@ -183,11 +185,12 @@ def table(results: list, totals: list[int]) -> str:
     return "\n".join(lines)
 
 
-def main(argv=None) -> int:
-    args = parse(argv)
+def answer(args: argparse.Namespace) -> None:
+    """Load, run, print: everything between the command line and the exit code."""
     chats = read_chats(args)
     from tqdm import tqdm                   # torch comes in here: --help and a bad option do not wait for it
     from engine import Engine, Request
+    warnings.showwarning = lambda message, *_: print(f"generate.py: {message}", file=sys.stderr)
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {f.name: given[f.name] for f in fields(Request) if f.name in given and f.name != "prompt"}
     settings = {name: given[name] for name in ("cache", "depth", "refresh", "window", "cache_mb", "max_batch") if name in given}
@@ -198,19 +201,24 @@ def main(argv=None) -> int:
     config = Path(args.model) / "generation_config.json"
     if "gen_length" not in options and config.is_file():
         options["gen_length"] = json.loads(config.read_text()).get("max_new_tokens", Request.gen_length)
-    requests = [to_request(chat, engine.tokenizer, options) for chat in chats]
+    requests = []
+    for number, chat in enumerate(chats, 1):
+        try:
+            requests.append(to_request(chat, engine.tokenizer, options))
+        except ValueError as e:
+            raise ValueError(f"line {number} of {args.requests}: {e}" if args.requests else str(e)) from None
+    stream, output = engine.stream(requests), Lines(args.output)    # refuse bad input, before anything runs or is printed
 
     demo = not (args.prompt or args.requests)
     say = (lambda *a: None) if args.json else print
     c = engine.model.config
     say(f"{args.model}: {c.layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
         f"{str(engine.model.embed.weight.dtype)[6:]} on {engine.device}, cache {engine.mode}\n")
-    results, events, seconds = [None] * len(requests), [[] for _ in requests], time.perf_counter()
-    shown = 0
+    results, events, shown, seconds = [None] * len(requests), [[] for _ in requests], 0, time.perf_counter()
     watch = Watch(engine.tokenizer.decode) if args.watch else None
     bar = tqdm(total=len(requests), unit="answer", leave=False, disable=args.watch or not sys.stderr.isatty())
-    with bar, Lines(args.output) as output:
-        for event in engine.stream(requests):
+    with bar, output:
+        for event in stream:
             events[event.index].append(event)
             if watch:
                 watch.show(event, requests[event.index].gen_length)
@@ -244,7 +252,6 @@ def main(argv=None) -> int:
         same = sum(a.tokens == b.tokens for a, b in zip(results, others))
         say(f"{'none':8} {full:12,.0f} token-layers  {start:6.2f} s\n\n{full / work:.1f} times less work, {start / seconds:.1f} "
             f"times faster; {same} of {len(results)} answers equal")
-    return 0
 
 
 class Lines:
@@ -272,11 +279,17 @@ class Lines:
             os.replace(self.path + ".tmp", self.path) if some or not kind else os.remove(self.path + ".tmp")
 
 
-if __name__ == "__main__":
+def main(argv=None) -> int:
+    """The exit code: 0, 2 for bad input (one sentence on standard error), 130 for an interrupt."""
     try:
-        sys.exit(main())
+        answer(parse(argv))
+        return 0
     except ValueError as e:
         print(f"generate.py: {e}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -45,3 +45,45 @@ def model(request):
 
 def prompt(n: int, seed: int = 0, vocab: int = 90) -> list[int]:
     return torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|> {{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+SPECIAL = ["<|mask|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+def save_folder(folder, model, tokenizer=None):
+    """Write a model as a LLaDA folder; `tokenizer` is a tokenizers.Tokenizer whose specials are SPECIAL."""
+    import json
+
+    from safetensors.torch import save_file
+
+    from model import FAMILIES, checkpoint_names, fingerprint
+    c, folder = model.config, Path(folder)
+    folder.mkdir(exist_ok=True)
+    family = FAMILIES["llada"]
+    raw = {theirs: getattr(c, ours) for ours, theirs in family.keys.items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llada", "architectures": ["LLaDAModelLM"], **raw}))
+    state = model.state_dict()
+    save_file({theirs: state[ours].contiguous() for ours, theirs in checkpoint_names(model, family).items()},
+              folder / "model.safetensors")
+    if tokenizer:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(
+            {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>", "mask_token": "<|mask|>"}))
+    (folder / "depth.json").write_text(json.dumps(
+        {"version": 1, "fingerprint": fingerprint(folder), "layers": c.layers, "table": {"20": c.layers // 2}}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    """A LLaDA folder with random weights, a byte-level BPE and a chat template: it answers nonsense, but always the same."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator([(ROOT / "tests" / "golden" / "README.md").read_text()], trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    model = tiny(vocab=tokenizer.get_vocab_size(), mask_id=0, eos_id=1)
+    return save_folder(tmp_path_factory.mktemp("model"), model, tokenizer)
