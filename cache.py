@@ -8,6 +8,7 @@ suffix, so that a forward pass knows one id per request and nothing about sharin
 
 The budget is set once, allocated once, never moved. Page 0 takes the writes of padded rows and is never seen.
 """
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -200,3 +201,29 @@ class Cache:
         used += (self.hidden.shape[0] - 1 - len(self.free_hidden)) * self.hidden_bytes
         return dict(entries=len(self.entries), tokens=sum(len(e.ids) for e in self.entries.values()), bytes=used,
                     budget_bytes=self.budget, hits=self.hits, misses=self.misses, evictions=self.evictions)
+
+
+class Repeats:
+    """Which leading ids were seen before, so that what two requests have in common can become a shared prefix.
+
+    Ids are counted in whole blocks of 16 and remembered as one chained hash a block: at most ENTRIES of them, some 100
+    bytes each, the longest unseen forgotten first. A false match costs an entry nobody finds, never a wrong token.
+    """
+    BLOCK, ENTRIES = 16, 16384
+
+    def __init__(self):
+        self.seen = OrderedDict()
+
+    def count(self, ids, salt="") -> int:
+        """How many leading ids, in whole blocks, an earlier call had too. Remembers these."""
+        h, common = hash(salt), 0
+        for end in range(self.BLOCK, len(ids) + 1, self.BLOCK):
+            h = hash((h, *ids[end - self.BLOCK:end]))
+            if h in self.seen:
+                common = end
+                self.seen.move_to_end(h)
+            else:
+                self.seen[h] = None
+        while len(self.seen) > self.ENTRIES:
+            self.seen.popitem(last=False)
+        return common

@@ -61,6 +61,21 @@ class Request:
     confidence_eos_eot_inf: bool = False
 
 
+@dataclass
+class Result:
+    """What a request came to. token_layers counts its denoising (DESIGN section 8); what the encoding of a new prefix
+    cost stands apart in encode_token_layers and is 0 on a hit."""
+    tokens: list                # without the EOS and what follows it
+    finish_reason: str          # "eos", "length" or "cancelled"
+    forwards: int
+    refreshes: int
+    prefix_tokens: int
+    depth: int
+    hit: bool
+    token_layers: float
+    encode_token_layers: float
+
+
 def check(r: Request, vocab: int, max_len: int) -> None:
     """ValueError with the value, the limit and the remedy, unless the request can be decoded."""
     n, G = len(r.prompt), r.gen_length

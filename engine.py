@@ -7,17 +7,16 @@ One loop serves all modes; they differ in three numbers of a request, never in c
 
     cache     prefix P               depth b             refreshed
     none      0                      -                   -             the whole canvas is suffix
-    intra     given, or all but one  0                   each R steps  prefix K/V kept inside the request only
-    bicache   given, or found        from the table      each R steps  BiCache (arXiv 2606.07571)
-    naive     given, or found        L (all layers)      never         what an autoregressive engine would do
+    intra     named, or all but one  0                   each R steps  prefix K/V kept inside the request only
+    bicache   named, or found        from the table      each R steps  BiCache (arXiv 2606.07571)
+    naive     named, or found        L (all layers)      never         what an autoregressive engine would do
 
-Checked against: a plain loop of thirty lines (tests/reference.py), golden outputs of the authors' loops and of a second
-implementation (tests/golden). The loop reads from the device once per forward pass: tokens and confidences together.
+This file says who runs when; step.py what a pass computes, decoding.py what it commits, cache.py where K/V lie. Checked
+against a plain loop (tests/reference.py) and golden outputs. One read from the device per pass: tokens and confidences.
 """
 import math
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,27 +24,13 @@ from torch import Tensor
 import decoding
 import depth as depths
 import kernels
-from cache import PAGE, Cache, Entry, Lease, count_pages
-from decoding import Request, Rules
+from cache import PAGE, Cache, Entry, Lease, Repeats, count_pages
+from decoding import Request, Result, Rules
 from model import Transformer, fingerprint, load
+from step import Pass, Step, bucket
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
 WINDOWS = ("all", "rest", "block")
-
-
-@dataclass
-class Result:
-    """What a request came to. token_layers counts its denoising (DESIGN section 8); what the encoding of a new prefix
-    cost stands apart in encode_token_layers and is 0 on a hit."""
-    tokens: list                # without the EOS and what follows it
-    finish_reason: str          # "eos" or "length"
-    forwards: int
-    refreshes: int
-    prefix_tokens: int
-    depth: int
-    hit: bool
-    token_layers: float
-    encode_token_layers: float
 
 
 @dataclass
@@ -65,64 +50,13 @@ class Event:
     result: Result | None = None
 
 
-class Pass(NamedTuple):
-    """What one forward pass reads, all int64. Padded requests and rows are inert: they write to page 0."""
-    ids: Tensor                 # (B, W) window rows: token ids
-    first: Tensor               # (B,)   place in the suffix of the first window row
-    rows: Tensor                # (B,)   how many window rows are real
-    prefix_id: Tensor           # (B,)   row of the page table
-    prefix_len: Tensor          # (B,)   P
-    suffix_len: Tensor          # (B,)   S
-    active: Tensor              # (M,)   rows that can be committed, in the flat (B * W) order
-
-
-def step(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: Rules, pages_read: int,
-         depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (), impl: str = "torch"):
-    """One forward pass over a batch: what `decoding.choose` says of the active rows (2 or 4, M) float64, and the states
-    entering the layers `boundaries`.
-
-    Reuse step (depth None): window rows only, in every layer. Refresh step: the prefix rows `prefix` (B, P, hidden), as
-    they enter layer `depth`, join the window rows there; from there on their K/V are written to the request's own pages.
-    In the last layer they give K/V only. Every layer writes K/V of the rows it computes, then attends to all pages.
-    """
-    W = batch.ids.shape[1]
-    dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
-    pages = table[batch.prefix_id]                                                          # (B, L, n)
-    place = batch.first[:, None] + torch.arange(W, device=dev)                              # (B, W)
-    start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                    # the suffix' first column
-    real = torch.arange(W, device=dev) < batch.rows[:, None]
-    columns = torch.where(real, start[:, None] + place, trash)                              # (B, W)
-    positions = batch.prefix_len[:, None] + place
-    x = model.embed(batch.ids)                                                              # (B, W, hidden)
-    rope, skip, entering = model.rope(positions), 0, []
-    for i, layer in enumerate(model.layers):
-        if i == depth:
-            P = prefix.shape[1]
-            j = torch.arange(P, device=dev).expand(len(prefix), P)                          # (B, P)
-            x = torch.cat([prefix, x], 1)                                                   # (B, P + W, hidden)
-            rope = model.rope(torch.cat([j, positions], 1))
-            columns = torch.cat([torch.where(j < batch.prefix_len[:, None], j, trash), columns], 1)
-            skip = P
-        if i in boundaries:
-            entering.append(x)
-
-        def attend(q, k, v):
-            q = kernels.rope_store(q, k, v, *rope, kv, pages[:, i], columns)
-            return kernels.attend(q, kv, pages[:, i, :pages_read], batch.prefix_len, batch.suffix_len)
-
-        x = layer(x, attend, skip if i == len(model.layers) - 1 else 0)
-    logits = model.logits(x.flatten(0, 1)[batch.active])                                    # (M, V)
-    chosen = decoding.choose(logits, rules, model.config.mask_id, model.config.eos_id)
-    return torch.stack([x.double() for x in chosen]), entering
-
-
 @dataclass
 class Running:
     """A request on its way: its canvas behind the prefix, and where it stands."""
     index: int
     request: Request
     prompt: list
-    lease: Lease
+    lease: Lease | None
     prefix_len: int
     depth: int
     hit: bool
@@ -133,6 +67,7 @@ class Running:
     token_layers: float = 0
     forwards: int = 0
     refreshes: int = 0
+    cancelled: bool = False
     shadow: "Running | None" = None         # for guidance: the same answer behind an all-mask prompt
 
     @property
@@ -146,37 +81,50 @@ class Running:
         return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
 
 
+@dataclass
+class Stream:
+    """The requests of one call of `stream`: those that wait, as [index, request or None if cancelled, P or None], those
+    that run, and those still to come."""
+    waiting: deque
+    source: object = iter(())
+    running: list = field(default_factory=list)
+    arrived: int = 0
+
+
 class Engine:
-    """A model, its cache, and the denoising loop."""
+    """A model, its cache, and the denoising loop.
+
+    refresh: R, in steps. window: the rows computed after a block's first step, `all` of the suffix, the `rest` from the
+    block on (Fast-dLLM's prefix cache) or the `block` (its dual cache). cache_mb: MB for K/V and boundary states, allocated
+    here. auto_prefix: leading ids that two requests had in common become a shared prefix. attention: triton, torch or auto.
+    """
 
     def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all", cache_mb=256,
-                 max_batch=8, compile=False, table=None, tokenizer=None, key=""):
-        c = model.config
-        if cache not in CACHE_MODES:
-            raise ValueError(f"cache is {cache!r}; it must be one of {', '.join(CACHE_MODES)}")
-        if window not in WINDOWS:
-            raise ValueError(f"window is {window!r}; it must be one of {', '.join(WINDOWS)}")
+                 max_batch=8, compile=False, attention="auto", auto_prefix=True, table=None, tokenizer=None, key=""):
+        c, weight = model.config, model.embed.weight
+        for name, value, known in (("cache", cache, CACHE_MODES), ("window", window, WINDOWS)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= c.layers):
             raise ValueError(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {c.layers}")
-        for name, value in (("refresh", refresh), ("max_batch", max_batch), ("cache_mb", cache_mb)):
-            if not value > 0 or (name != "cache_mb" and value != int(value)):
-                raise ValueError(f"{name} is {value}; it must be a positive {'number' if name == 'cache_mb' else 'integer'}")
+        for name, value, kind in (("refresh", refresh, "integer"), ("max_batch", max_batch, "integer"), ("cache_mb", cache_mb, "number")):
+            if not 0 < value < math.inf or kind == "integer" and value != int(value):
+                raise ValueError(f"{name} is {value}; it must be a positive {kind}")
         self.model, self.mode, self.depth, self.table, self.tokenizer = model, cache, depth, table, tokenizer
-        self.window, self.max_batch = window, max_batch
-        self.refresh = refresh if cache in ("intra", "bicache") else 1       # steps; the others refresh nothing
+        self.window, self.max_batch, self.device = window, max_batch, weight.device
+        self.refresh = refresh if cache in ("intra", "bicache") else 1      # the others have nothing to refresh
+        self.eos_ids = {c.eos_id} | (tokenizer.eos_ids if tokenizer else set())
         interval = 1 if c.layers <= 16 else 4
         boundaries = range(interval, c.layers, interval) if cache == "bicache" else ()
-        weight = model.embed.weight
-        self.device, self.eos_ids = weight.device, {c.eos_id} | (tokenizer.eos_ids if tokenizer else set())
         self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
-        self.bucket = (lambda n, least: n) if not compile else _bucket
-        # The one place that compiles. A graph is fixed by the shapes, the depth and the step kind, and by nothing else.
-        self.step = torch.compile(step, fullgraph=True, dynamic=False) if compile else step
-        self.counts = Counter()             # passes, host_reads, head_rows, encoded_prefixes
+        self.repeats = Repeats() if auto_prefix and cache == "bicache" else None
+        self.step = Step(model, self.cache.kv, self.cache.table, kernels.choose(weight.device, attention), compile)
+        self.bucket = bucket if compile else lambda n, least: n
+        self.streams, self.counts = [], Counter()       # passes, host_reads, head_rows, encoded_prefixes
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
-                    dtype="float32", cache_mb=256, max_batch=8, compile=False):
+                    dtype="float32", cache_mb=256, max_batch=8, **options):
         """An engine on a model folder: weights, depth table and, if there is one, the tokenizer.
 
         Raises ValueError for a folder that cannot be used, naming what is wrong with it.
@@ -185,8 +133,7 @@ class Engine:
         model = load(path, device, dtype)
         table = depths.find_table(path, model.config.layers) if cache == "bicache" and depth == "auto" else None
         return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
-                   max_batch=max_batch, compile=compile, table=table, tokenizer=Tokenizer.from_folder(path),
-                   key=fingerprint(path))
+                   max_batch=max_batch, table=table, tokenizer=Tokenizer.from_folder(path), key=fingerprint(path), **options)
 
     # -- the public calls -----------------------------------------------------------------------------------------
 
@@ -200,38 +147,76 @@ class Engine:
         return results
 
     def stream(self, requests):
-        """Events as they happen, `Event.result` set on each request's last. All requests are checked before this
-        returns: ValueError names the request, what is wrong with it and the remedy."""
-        requests = list(requests)
+        """Events as they happen, `Event.result` set on each request's last.
+
+        A list is checked whole before this returns: ValueError names the request, what is wrong and the remedy. Any other
+        iterable is asked for a request whenever there is a place (None: nothing now) and raises at the bad one.
+        """
+        if not isinstance(requests, (list, tuple)):
+            return self._stream(Stream(deque(), iter(requests)))
         for i, request in enumerate(requests):
             try:
-                self._check(request)
+                self.check(request)
             except ValueError as e:
                 raise ValueError(f"request {i}: {e}" if len(requests) > 1 else str(e)) from None
-        return self._stream(deque(enumerate(requests)))
+        return self._stream(Stream(deque([i, request, None] for i, request in enumerate(requests))))
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request that was handed to `stream`: its pages are free at once, its last event says "cancelled"."""
+        for stream in self.streams:
+            for item in stream.waiting:
+                item[1] = None if item[1] is request else item[1]
+            for run in stream.running:
+                if run.request is request and run.blocks:
+                    run.cancelled = True
+                    run.blocks.clear()
+                    self._close(run)
 
     @torch.inference_mode()
-    def _stream(self, waiting):
-        running = []
+    def _stream(self, stream: Stream):
+        running, more = stream.running, True
+        self.streams.append(stream)
         try:
-            while waiting or running:
+            while stream.waiting or running or more:
                 # Requests join where the deep layers are recomputed anyway, so that all refresh at the same steps.
                 if all(run.forwards % self.refresh == 0 for run in running):
-                    while waiting and len(running) < self.max_batch and (run := self._admit(*waiting[0], not running)):
-                        running.append(run)
-                        waiting.popleft()
+                    more = self._arrivals(stream)
+                    while stream.waiting and len(running) < self.max_batch:
+                        index, request, _ = stream.waiting[0]
+                        if request is None:
+                            yield Event(index, 0, False, (0, 0), [], 0, 0, Result([], "cancelled", 0, 0, 0, 0, False, 0, 0))
+                        elif run := self._admit(stream.waiting[0], alone=not running):
+                            running.append(run)
+                        else:
+                            break
+                        stream.waiting.popleft()
+                        more = self._arrivals(stream)
                 for depth, group in self._groups(running):
                     yield from self._advance(group, depth)
                 for run in [run for run in running if not run.blocks]:
                     running.remove(run)
                     self._close(run)
+                    if run.cancelled:
+                        yield Event(run.index, run.forwards, False, (0, 0), [], run.prefix_len, run.depth, self._result(run))
         finally:                            # the caller may stop listening at any step
+            self.streams.remove(stream)
             for run in running:
                 self._close(run)
 
+    def _arrivals(self, stream: Stream) -> bool:
+        """Take the next request off the source if nobody waits; False once there are no more."""
+        try:
+            while not stream.waiting and (request := next(stream.source)) is not None:
+                self.check(request)
+                stream.waiting.append([stream.arrived, request, None])
+                stream.arrived += 1
+            return True
+        except StopIteration:
+            return False
+
     # -- admission ------------------------------------------------------------------------------------------------
 
-    def _check(self, r: Request) -> None:
+    def check(self, r: Request) -> None:
         """ValueError unless the request can be served alone by an otherwise empty cache."""
         decoding.check(r, self.model.config.vocab, self.model.config.max_len)
         P = self._prefix_len(r) or 0
@@ -271,22 +256,32 @@ class Engine:
         depth = depths.lookup(self.table, P, T) if self.depth == "auto" else self.depth
         return max(b for b in (0, *self.cache.boundaries, L) if b <= depth)
 
-    def _admit(self, index: int, r: Request, alone: bool) -> Running | None:
-        """Start a request: None while there is no room for its pages."""
-        P, G = self._prefix_len(r), r.gen_length
+    def _find(self, r: Request) -> int:
+        """P of a request that names no prefix: what is stored, or what it has in common with an earlier one, if anything
+        of it can be shared and fits beside the request. Raises the count of misses if not."""
+        ids, T = r.prompt[:-1], len(r.prompt) + r.gen_length
+        stored, known = self.cache.find(ids, r.salt), self.repeats.count(ids, r.salt) if self.repeats else 0
+        stored = len(stored.ids) if stored else 0
+        for P in (known if known >= stored + PAGE or not stored else 0, stored):    # not one more entry for a few ids
+            if self._depth(P, T) and self._pages(P, T) < self.cache.kv.shape[0]:
+                return P
+        self.cache.misses += 1
+        return 0
+
+    def _admit(self, item: list, alone: bool) -> Running | None:
+        """Start the waiting request [index, request, P]: None while there is no room for its pages."""
+        index, r, P = item
         if P is None:
-            found = self.cache.find(r.prompt[:-1], r.salt)
-            fits = found and self._pages(len(found.ids), len(r.prompt) + G) < self.cache.kv.shape[0]
-            P = len(found.ids) if fits else 0
-            self.cache.misses += not fits
+            named = self._prefix_len(r)
+            P = item[2] = self._find(r) if named is None else named         # once: a second look would meet itself
         run = self._open(index, r, r.prompt, P)
         if run and r.cfg_scale:             # the same canvas behind a prompt of masks, stepped along in the same passes
             run.shadow = self._open(index, r, [self.model.config.mask_id] * len(r.prompt), P)
-            if run.shadow is None:
-                self.cache.close(run.lease)
-                run = None
-            else:
+            if run.shadow:
                 run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
+            else:
+                self._close(run)
+                run = None
         if run is None and alone:
             raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
         if run and run.depth:
@@ -323,8 +318,9 @@ class Engine:
 
     def _close(self, run: Running) -> None:
         for r in (run, run.shadow):
-            if r:
+            if r and r.lease:
                 self.cache.close(r.lease)
+                r.lease = None
 
     def _encode(self, entry: Entry) -> None:
         """Run the prefix alone, all its rows in both directions, and publish its K/V and boundary states."""
@@ -333,8 +329,7 @@ class Engine:
         none = torch.empty(1, 0, dtype=torch.long, device=self.device)
         x = self.model.embed(torch.tensor([entry.ids], device=self.device))                     # (1, P, hidden)
         batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
-        *_, entering = step(self.model, self.cache.kv, self.cache.table, batch, Rules(),
-                            count_pages(P), 0, x, tuple(self.cache.boundaries))
+        _, entering = self.step(batch, Rules(), count_pages(P), 0, x, tuple(self.cache.boundaries))
         self.cache.write_boundaries(entry, entering)
         self.cache.publish(entry)
         self.counts["encoded_prefixes"] += 1
@@ -389,11 +384,10 @@ class Engine:
 
         prefix = None
         if depth is not None:
-            prefix = self._entering(runs, depth, B, self.bucket(max(run.prefix_len for run in runs), PAGE))
+            prefix = self._entering(runs, depth, B, min(self.bucket(max(run.prefix_len for run in runs), PAGE), c.max_len))
         pages = self.bucket(max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in runs), 1)
-        out = self.step(self.model, cache.kv, cache.table, batch, rules.to(self.device), min(pages, cache.table.shape[2]),
-                        depth, prefix)[0]
-        token, *stats = out[:, :M].cpu()                                                # the only read from the device
+        verdict, _ = self.step(batch, rules.to(self.device), min(pages, cache.table.shape[2]), depth, prefix)
+        token, *stats = verdict[:, :M].cpu()                                                # the only read from the device
         self.counts.update(passes=1, host_reads=1, head_rows=M + sum(map(len, unguided)))
         if not stats[0].isfinite().all():
             raise ValueError(f"the model gave non-finite logits at step {group[0].forwards} of request {group[0].index}; "
@@ -433,6 +427,8 @@ class Engine:
         shares = torch.tensor([run.blocks[0].shares.popleft() for run in group], dtype=torch.float64)       # (B, 2)
         chosen = decoding.select(scores, shares[:, 0], shares[:, 1])
         for run, (lo, hi), at, new, picked in zip(group, windows, places, tokens, chosen):
+            if run.cancelled:               # by the listener, since this pass began
+                continue
             at, new = at[picked[:len(at)]], new[picked[:len(at)]]
             run.masked[at] = False
             for canvas in (run, run.shadow) if run.shadow else (run,):
@@ -448,7 +444,9 @@ class Engine:
     def _result(self, run: Running) -> Result | None:
         """The result of a request that is done, else None. An EOS ends it once nothing before it is undecided."""
         tokens, reason = run.suffix[run.own:], "length"
-        if run.request.stop_at_eos:
+        if run.cancelled:
+            tokens, reason = tokens[:int((run.masked.cumsum(0) == 0).sum())], "cancelled"
+        elif run.request.stop_at_eos:
             eos = torch.isin(tokens, torch.tensor(sorted(self.eos_ids))) & ~run.masked
             if eos.any() and not run.masked[:(end := int(eos.int().argmax()))].any():
                 tokens, reason = tokens[:end], "eos"
@@ -457,11 +455,3 @@ class Engine:
             return None
         return Result(tokens.tolist(), reason, run.forwards, run.refreshes, run.prefix_len, run.depth, run.hit,
                       run.token_layers, run.encode_token_layers)
-
-
-def _bucket(n: int, least: int) -> int:
-    """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): a compiled graph serves all lengths of a bucket."""
-    size = least
-    while size < n:
-        size = size * 3 // 2 if size & (size - 1) == 0 and size > least else size * 4 // 3 if size > least else size * 2
-    return size

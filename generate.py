@@ -58,6 +58,9 @@ def parse(argv=None) -> argparse.Namespace:
         "own (default), the rest from the block on, or the block's")
     add("--cache-mb", type=float, help="memory for K/V, allocated at the start (default 256)")
     add("--max-batch", type=int, help="requests that step together at most (default 8)")
+    add("--no-auto-prefix", dest="auto_prefix", action="store_false", default=None, help="share only prefixes that are named, not "
+        "what prompts turn out to have in common")
+    add("--attention", choices=["auto", "torch", "triton"], help="kernels (auto: triton on a GPU)")
     add("--salt", help="requests with another salt never share a prefix with these")
     add = p.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a line on standard output, and nothing else there")
@@ -193,7 +196,7 @@ def answer(args: argparse.Namespace) -> None:
     warnings.showwarning = lambda message, *_: print(f"generate.py: {message}", file=sys.stderr)
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {f.name: given[f.name] for f in fields(Request) if f.name in given and f.name != "prompt"}
-    settings = {name: given[name] for name in ("cache", "depth", "refresh", "window", "cache_mb", "max_batch") if name in given}
+    settings = {name: given[name] for name in ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "attention") if name in given}
     settings |= dict(device=args.device, dtype=args.dtype, compile=args.compile)
     engine = Engine.from_folder(args.model, **settings)
     if engine.tokenizer is None:

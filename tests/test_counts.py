@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import prompt, tiny
 
-import engine as engine_module
 from engine import Engine, Request
 
 P, U, G, L, R = 70, 6, 16, 4, 4
@@ -137,16 +136,51 @@ def test_batches_share_passes(model):
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_a_step_compiles_without_a_graph_break(shift):
-    """fullgraph=True raises at a graph break. The whole step compiles: a refresh (the prefix joins at the depth), in a batch
-    of two, and gives the tokens of the eager step."""
+    """fullgraph=True raises at a graph break. The whole step is one graph, a refresh in which the prefix joins at the depth,
+    in a batch of two, and gives the tokens of the eager step."""
     model = tiny(shift, layers=2)
     requests = [Request(prompt(20) + prompt(n, seed=n), prefix_len=20, gen_length=2, steps=1) for n in (3, 5)]
+    eager = Engine(model, depth=1, cache_mb=2).generate(requests)
+    engine = Engine(model, depth=1, cache_mb=2)
+    engine.generate(requests)                               # the prefix is encoded now
+    reset()
+    engine.step = torch.compile(engine.step.__call__, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert [r.tokens for r in engine.generate(requests)] == [r.tokens for r in eager]
+    assert graphs() == 1
+
+
+def reset():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(engine_module.step, fullgraph=True, dynamic=False, backend="aot_eager")
-    engine = Engine(model, depth=1, cache_mb=2)
-    engine.step = compiled
-    eager = Engine(model, depth=1, cache_mb=2).generate(requests)
-    assert [r.tokens for r in engine.generate(requests)] == [r.tokens for r in eager]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def graphs() -> int:
     assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_graphs_follow_buckets_and_nothing_else(monkeypatch):
+    """Symptom: a graph for every length. Thirty requests of thirty lengths, with five prefixes and three depths, make no more
+    graphs than there are buckets of (rows, pages), the same tokens as eager; a second engine makes none."""
+    model = tiny(layers=3)
+    table = {30: 1, 60: 2}
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, **kw, backend="aot_eager"))
+    requests = [Request(prompt(30 + 20 * (i % 5)) + prompt(2 + i, seed=i), prefix_len=30 + 20 * (i % 5), gen_length=3, steps=1)
+                for i in range(30)]
+    kw = dict(table=table, cache_mb=8, max_batch=1)
+    eager = [r.tokens for r in Engine(model, **kw).generate(requests)]
+    reset()
+    engine, shapes = Engine(model, compile=True, **kw), set()
+    layer_pass, finish = engine.step.layer_pass, engine.step.finish
+
+    def note(layer, x, cos, sin, kv, pages, columns, pages_read, *rest):
+        shapes.add((x.shape[1], pages_read, rest[2]))
+        return layer_pass(layer, x, cos, sin, kv, pages, columns, pages_read, *rest)
+    engine.step.layer_pass = note
+    assert [r.tokens for r in engine.generate(requests)] == eager
+    made = graphs()
+    windows = {rows for rows, _, skip in shapes}
+    assert made <= len(shapes) + len(windows) and len(shapes) < 30
+    again = Engine(model, compile=True, **kw)
+    assert [r.tokens for r in again.generate(requests)] == eager and graphs() == made
