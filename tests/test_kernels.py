@@ -64,7 +64,7 @@ ATTEND = {
     "float16": (1, 4, 4, 33, 128, (100,), (33,), 3, FP16),
     "list too short": (1, 2, 2, 4, 32, (100,), (100,), 3, FP32),
 }
-TOLERANCE = {FP32: 2e-6, FP16: 1e-3, BF16: 8e-3}       # of `error`; a rounding of the dtype is 6e-8, 5e-4, 4e-3
+TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 8e-3}       # of `error`; one rounding is 6e-8 (thrice tf32: 1e-6), 5e-4, 4e-3
 
 
 def attend_case(B, H, K, N, D, P, S, n, dtype, device="cpu"):
@@ -130,7 +130,8 @@ def check_rope_store(B, H, K, M, N, D, dtype, impl, device="cpu"):
 
     turned = []                                                         # q and k, rotated pair by pair in float64
     for x, a in ((q, angle[:, :, N - M:]), (k, angle)):
-        z = torch.complex(x[..., :D // 2].double(), x[..., D // 2:].double()) * torch.polar(torch.ones_like(a).double(), a.double())
+        a = a.double()
+        z = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(a), a)
         turned.append(torch.cat([z.real, z.imag], -1))
     want = kv.double()
     for b in range(B):
@@ -216,7 +217,7 @@ def check_confidence_extremes(impl, device="cpu"):
     assert entropy[2] == margin[2] == 0
     token, score = kernels.confidence(l[:0].to(device), MASK, impl=impl)
     assert token.shape == score.shape == (0,) and token.dtype == torch.long
-    # With equal logits and a high temperature the noise alone decides: the first 5000 draws must agree to the last bit.
+    # Among equal logits the noise alone decides: the token is where the draw is largest.
     for seed in range(3):
         key = [torch.full((4,), seed), torch.arange(4), torch.arange(4) * 77]
         u = kernels.uniform(*key, torch.arange(5000))
@@ -335,6 +336,8 @@ if not INTERPRETED:
         env = os.environ | {"TRITON_INTERPRET": "1"}
         run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__],
                              cwd=ROOT, env=env, capture_output=True, text=True)
+        if "only 0-dimensional arrays can be converted" in run.stdout:
+            pytest.skip("the interpreter of this triton (3.6 or before) does not run with numpy 2.4 or later")
         assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
@@ -353,7 +356,7 @@ def shipped() -> dict:
         types = I64 | dict(Q=TYPES[dtype], KV=TYPES[dtype], Out=TYPES[dtype], Lse="*fp32", scale="fp32")
         # One of each kind that attend_config tells apart; float16 differs from bfloat16 in the name of one instruction.
         for rows, programs in ((32, 32), (64, 1), (512, 64))[dtype == FP16:2 if dtype == FP16 else 3]:
-            config = kernels.attend_config(dtype, D, rows, programs)
+            config = kernels.attend_config(dtype, rows, programs)
             table[f"attend {TYPES[dtype][1:]} D{D} G{G} {config['ROWS']} rows"] = (
                 kernels._attend_kernel, types, dict(G=G, K=32 // G, D=D, PAGE=PAGE) | config)
     table["combine"] = kernels._combine_kernel, dict(Part="*fp32", Lse="*fp32", Out="*bf16"), dict(D=128, ROWS=16, num_warps=4)
@@ -435,7 +438,7 @@ class TestGPU:
     def test_confidence_extremes(self):
         check_confidence_extremes("triton", "cuda")
 
-    @pytest.mark.parametrize("rows", [32, 200, 512])
+    @pytest.mark.parametrize("rows", [32, 100, 512])
     def test_attend_at_model_size(self, rows):
         """LLaDA's heads at a real length, all launch configurations of bfloat16, against the twin in float32."""
         q, kv, poisoned, *rest = attend_case(2, 32, 32, rows, 128, (2000, 777), (rows, rows - 5), 40, BF16, "cuda")
