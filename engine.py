@@ -327,10 +327,11 @@ class Engine:
         P = len(entry.ids)
         one = lambda n: torch.tensor([n], device=self.device)
         none = torch.empty(1, 0, dtype=torch.long, device=self.device)
-        x = self.model.embed(torch.tensor([entry.ids], device=self.device))                     # (1, P, hidden)
+        padding = min(self.bucket(P, PAGE), self.model.config.max_len) - P
+        x = self.model.embed(torch.tensor([entry.ids + (0,) * padding], device=self.device))    # (1, P + padding, hidden)
         batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
-        _, entering = self.step(batch, Rules(), count_pages(P), 0, x, tuple(self.cache.boundaries))
-        self.cache.write_boundaries(entry, entering)
+        _, entering = self.step(batch, Rules(), count_pages(P + padding), 0, x, tuple(self.cache.boundaries))
+        self.cache.write_boundaries(entry, [x[:, :P] for x in entering])
         self.cache.publish(entry)
         self.counts["encoded_prefixes"] += 1
 

@@ -44,50 +44,61 @@ def finish(model: Transformer, x: Tensor, active: Tensor, rules: decoding.Rules,
     return torch.stack([t.double() for t in chosen])
 
 
-class Step:
-    """The pass, bound to a model and its cache. The one place that compiles.
+def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: decoding.Rules, pages_read: int,
+            depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (), impl: str = "torch",
+            layer_pass=layer_pass, finish=finish) -> tuple[Tensor, list]:
+    """The verdict on the active rows (see `finish`), and the states (B, N, hidden) entering the layers `boundaries`.
 
-    All layers share one compiled body, so neither the depth nor the step kind makes a graph: the shapes do, and the engine
-    rounds those up to buckets. A second engine on the same shapes finds the graphs of the first.
+    depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer `depth`, join the
+    window rows there. In the last layer they give K/V only. pages_read: how many pages of a request may hold rows.
+    """
+    dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
+    pages = table[batch.prefix_id]                                                          # (B, L, n)
+    W = batch.ids.shape[1]
+    place = batch.first[:, None] + torch.arange(W, device=dev)                              # (B, W)
+    start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                    # the suffix' first column
+    real = torch.arange(W, device=dev) < batch.rows[:, None]
+    columns = torch.where(real, start[:, None] + place, trash)                              # (B, W)
+    positions = batch.prefix_len[:, None] + place
+    x = model.embed(batch.ids)                                                              # (B, W, hidden)
+    rope, P, entering = model.rope(positions), 0, []
+    for i, layer in enumerate(model.layers):
+        if i == depth:
+            P = prefix.shape[1]
+            j = torch.arange(P, device=dev).expand(len(prefix), P)                          # (B, P)
+            x = torch.cat([prefix, x], 1)                                                   # (B, P + W, hidden)
+            rope = model.rope(torch.cat([j, positions], 1))
+            columns = torch.cat([torch.where(j < batch.prefix_len[:, None], j, trash), columns], 1)
+        if i in boundaries:
+            entering.append(x)
+        x = layer_pass(layer, x, *rope, kv, pages[:, i], columns, pages_read, batch.prefix_len, batch.suffix_len,
+                       P if i == len(model.layers) - 1 else 0, impl)
+    return finish(model, x, batch.active, rules, impl), entering
+
+
+class Step:
+    """`forward`, bound to a model and its cache. The one place that compiles.
+
+    A graph is fixed by its shapes, which the engine rounds up to buckets, and on a GPU by the depth of a refresh. A second
+    engine on the same shapes finds the graphs of the first.
     """
 
     def __init__(self, model: Transformer, kv: Tensor, table: Tensor, impl: str, compile: bool):
-        self.model, self.kv, self.table, self.impl = model, kv, table, impl
-        self.layer_pass, self.finish = layer_pass, finish
-        if compile:
-            # Each bucket is a graph of the same code; torch gives up at 8, which is less than a server meets.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-            self.layer_pass, self.finish = (torch.compile(f, fullgraph=True, dynamic=False) for f in (layer_pass, finish))
+        self.bound, self.run, self.parts = (model, kv, table), forward, dict(impl=impl)
+        if not compile:
+            return
+        # Each bucket is a graph of the same code; torch gives up at 8, which is less than a server meets.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+        how = dict(fullgraph=True, dynamic=False)
+        if kv.is_cuda:      # launches cost more than arithmetic there: the whole pass is one CUDA graph
+            torch._dynamo.mark_static_address(kv)
+            self.run = torch.compile(forward, mode="reduce-overhead", **how)
+        else:               # compiling costs more: all layers share one body, so that neither depth nor step kind matters
+            self.parts |= dict(layer_pass=torch.compile(layer_pass, **how), finish=torch.compile(finish, **how))
 
-    def __call__(self, batch: Pass, rules: decoding.Rules, pages_read: int, depth: int | None = None,
-                 prefix: Tensor | None = None, boundaries: tuple = ()) -> tuple[Tensor, list]:
-        """The verdict on the active rows (see `finish`), and the states (B, N, hidden) entering the layers `boundaries`.
-
-        depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer `depth`, join
-        the window rows there. In the last layer they give K/V only. pages_read: how many pages of a request may hold rows.
-        """
-        model, dev, trash = self.model, batch.ids.device, (self.table.shape[2] - 1) * PAGE
-        pages = self.table[batch.prefix_id]                                                 # (B, L, n)
-        W = batch.ids.shape[1]
-        place = batch.first[:, None] + torch.arange(W, device=dev)                          # (B, W)
-        start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                # the suffix' first column
-        real = torch.arange(W, device=dev) < batch.rows[:, None]
-        columns = torch.where(real, start[:, None] + place, trash)                          # (B, W)
-        positions = batch.prefix_len[:, None] + place
-        x = model.embed(batch.ids)                                                          # (B, W, hidden)
-        rope, P, entering = model.rope(positions), 0, []
-        for i, layer in enumerate(model.layers):
-            if i == depth:
-                P = prefix.shape[1]
-                j = torch.arange(P, device=dev).expand(len(prefix), P)                      # (B, P)
-                x = torch.cat([prefix, x], 1)                                               # (B, P + W, hidden)
-                rope = model.rope(torch.cat([j, positions], 1))
-                columns = torch.cat([torch.where(j < batch.prefix_len[:, None], j, trash), columns], 1)
-            if i in boundaries:
-                entering.append(x)
-            x = self.layer_pass(layer, x, *rope, self.kv, pages[:, i], columns, pages_read, batch.prefix_len,
-                                batch.suffix_len, P if i == len(model.layers) - 1 else 0, self.impl)
-        return self.finish(model, x, batch.active, rules, self.impl), entering
+    def __call__(self, *args) -> tuple[Tensor, list]:
+        verdict, entering = self.run(*self.bound, *args, **self.parts)
+        return verdict.clone(), entering        # a CUDA graph overwrites what it returned at its next replay
 
 
 def bucket(n: int, least: int) -> int:

@@ -144,7 +144,7 @@ def test_a_step_compiles_without_a_graph_break(shift):
     engine = Engine(model, depth=1, cache_mb=2)
     engine.generate(requests)                               # the prefix is encoded now
     reset()
-    engine.step = torch.compile(engine.step.__call__, fullgraph=True, dynamic=False, backend="aot_eager")
+    engine.step.run = torch.compile(engine.step.run, fullgraph=True, dynamic=False, backend="aot_eager")
     assert [r.tokens for r in engine.generate(requests)] == [r.tokens for r in eager]
     assert graphs() == 1
 
@@ -172,12 +172,12 @@ def test_graphs_follow_buckets_and_nothing_else(monkeypatch):
     eager = [r.tokens for r in Engine(model, **kw).generate(requests)]
     reset()
     engine, shapes = Engine(model, compile=True, **kw), set()
-    layer_pass, finish = engine.step.layer_pass, engine.step.finish
+    layer_pass = engine.step.parts["layer_pass"]
 
     def note(layer, x, cos, sin, kv, pages, columns, pages_read, *rest):
         shapes.add((x.shape[1], pages_read, rest[2]))
         return layer_pass(layer, x, cos, sin, kv, pages, columns, pages_read, *rest)
-    engine.step.layer_pass = note
+    engine.step.parts["layer_pass"] = note
     assert [r.tokens for r in engine.generate(requests)] == eager
     made = graphs()
     windows = {rows for rows, _, skip in shapes}
