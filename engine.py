@@ -387,7 +387,10 @@ class Engine:
         if depth is not None:
             prefix = self._entering(runs, depth, B, min(self.bucket(max(run.prefix_len for run in runs), PAGE), c.max_len))
         pages = self.bucket(max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in runs), 1)
-        verdict, _ = self.step(batch, rules.to(self.device), min(pages, cache.table.shape[2]), depth, prefix)
+        entries, shared = {id(run.lease.entry) for run in runs}, (0, 0)
+        if len(runs) > 1 and len(entries) == 1 and self.bucket is not bucket:       # in a graph it would be one more shape
+            shared = count_pages(runs[0].prefix_len), min(run.depth for run in runs)
+        verdict, _ = self.step(batch, rules.to(self.device), min(pages, cache.table.shape[2]), depth, prefix, (), shared)
         token, *stats = verdict[:, :M].cpu()                                                # the only read from the device
         self.counts.update(passes=1, host_reads=1, head_rows=M + sum(map(len, unguided)))
         if not stats[0].isfinite().all():

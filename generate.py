@@ -220,6 +220,11 @@ def answer(args: argparse.Namespace) -> None:
     results, events, shown, seconds = [None] * len(requests), [[] for _ in requests], 0, time.perf_counter()
     watch = Watch(engine.tokenizer.decode) if args.watch else None
     bar = tqdm(total=len(requests), unit="answer", leave=False, disable=args.watch or not sys.stderr.isatty())
+
+    def spoken(i: int) -> str:
+        question = chats[i].get("prompt") or chats[i]["messages"][-1]["content"]
+        return f"Q  {question}\nA  {engine.tokenizer.decode(results[i].tokens).strip()}\n"
+
     with bar, output:
         for event in stream:
             events[event.index].append(event)
@@ -233,11 +238,12 @@ def answer(args: argparse.Namespace) -> None:
                 output.write(line)
                 if args.json:
                     print(line, flush=True)
-            while shown < len(results) and results[shown]:          # in the order of the questions
-                prompt = chats[shown].get("prompt") or chats[shown]["messages"][-1]["content"]
+            while not watch and shown < len(results) and results[shown]:        # in the order of the questions
                 with bar.external_write_mode():
-                    say(f"Q  {prompt}\nA  {engine.tokenizer.decode(results[shown].tokens).strip()}\n")
+                    say(spoken(shown))
                 shown += 1
+    if watch:
+        say("\n" + "\n".join(map(spoken, range(len(results)))))
     seconds = time.perf_counter() - seconds
     if args.trace:
         for i, seen in enumerate(events):

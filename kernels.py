@@ -126,25 +126,50 @@ def _power_of_2(n: int) -> int:
 # -- attention over pages ---------------------------------------------------------------------------------------------
 
 
-def attend(q: Tensor, kv: Tensor, pages: Tensor, prefix_len: Tensor, suffix_len: Tensor, impl: str = "torch") -> Tensor:
+def attend(q: Tensor, kv: Tensor, pages: Tensor, prefix_len: Tensor, suffix_len: Tensor, impl: str = "torch",
+           shared: int = 0) -> Tensor:
     """What queries q (B, H, N, D) see in the pages (B, n) of their request: prefix_len (B,) tokens of its prefix and
     suffix_len (B,) of its suffix, in both directions. Returns (B, H, N, D); a row that sees nothing gets zeros.
+
+    shared: so many of the first pages, all of the prefix, are the same for all requests, and may be read once for all.
     """
     if impl == "triton":
         return _attend_triton(q, kv, pages, prefix_len, suffix_len)
     B, H, N, D = q.shape
-    _, _, K, page, _ = kv.shape
-    flat = kv.view(-1, page * D)                    # a row is one head of one page: gathering is plain memory copy
-    rows = pages[:, None] * (2 * K) + torch.arange(K, device=q.device)[:, None]                 # (B, K, n)
-    k, v = (F.embedding(rows + i * K, flat).view(B, K, -1, D) for i in (0, 1))                  # (B, K, n * page, D)
-
-    column = torch.arange(k.shape[2], device=q.device)
-    start = (prefix_len + page - 1) // page * page                                              # (B,) of the suffix
-    seen = (column < prefix_len[:, None]) | ((column >= start[:, None]) & (column < (start + suffix_len)[:, None]))
     # Every query of a request sees the same columns, so the query heads that share a kv head can be laid in one row of
     # queries: grouped-query attention without repeating K and V.
-    out = F.scaled_dot_product_attention(q.reshape(B, K, -1, D), k, v, attn_mask=seen[:, None, None])
-    return out.view(B, H, N, D)
+    rows = q.reshape(B, kv.shape[2], -1, D)                                                     # (B, K, H/K * N, D)
+    if shared and q.device.type == "cpu":
+        return _attend_shared(rows, kv, pages, prefix_len, suffix_len, shared).view(B, H, N, D)
+    k, v, seen = _gather(kv, pages, prefix_len, suffix_len)
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=seen).view(B, H, N, D)
+
+
+def _gather(kv: Tensor, pages: Tensor, prefix_len: Tensor, suffix_len: Tensor, skip: int = 0) -> tuple:
+    """K and V (B, K, C, D) of the pages (B, n), and which columns hold rows (B, 1, 1, C). `skip`: pages left out in front."""
+    _, _, K, page, D = kv.shape
+    flat = kv.view(-1, page * D)                    # a row is one head of one page: gathering is plain memory copy
+    rows = pages[:, None] * (2 * K) + torch.arange(K, device=kv.device)[:, None]                # (B, K, n)
+    k, v = (F.embedding(rows + i * K, flat).view(len(pages), K, -1, D) for i in (0, 1))
+    column = torch.arange(skip * page, skip * page + k.shape[2], device=kv.device)
+    start = (prefix_len + page - 1) // page * page                                              # (B,) of the suffix
+    seen = (column < prefix_len[:, None]) | ((column >= start[:, None]) & (column < (start + suffix_len)[:, None]))
+    return k, v, seen[:, None, None]
+
+
+def _attend_shared(q, kv, pages, prefix_len, suffix_len, shared):
+    """The same for q (B, K, R, D) where the first pages are common: all queries meet the prefix in one call, each request's
+    meet its suffix in another, and the two are weighed by the sums of their exponentials (as in FlashDecoding)."""
+    B, K, R, D = q.shape
+    parts = []
+    for x, own, P, S, skip in ((q.transpose(0, 1).reshape(1, K, B * R, D), pages[:1, :shared], prefix_len[:1], suffix_len[:1], 0),
+                               (q, pages[:, shared:], prefix_len, suffix_len, shared)):
+        k, v, seen = _gather(kv, own, P, S, skip)
+        bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+        parts.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, k, v, attn_mask=bias))
+    (a, a_sum), (b, b_sum) = parts                  # sums: logsumexp of the scores, (1, K, B * R) and (B, K, R)
+    a, a_sum = (x.view(K, B, R, -1).transpose(0, 1) for x in (a, a_sum))
+    return torch.lerp(b, a, torch.sigmoid(a_sum - b_sum[..., None]).to(q.dtype))
 
 
 @jit

@@ -29,11 +29,12 @@ class Pass(NamedTuple):
 
 
 def layer_pass(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pages: Tensor, columns: Tensor,
-               pages_read: int, prefix_len: Tensor, suffix_len: Tensor, skip: int, impl: str) -> Tensor:
-    """One layer over rows x (B, N, hidden): K/V into `columns` (B, N) of `pages` (B, n), attention over all of them."""
+               pages_read: int, prefix_len: Tensor, suffix_len: Tensor, skip: int, impl: str, shared: int) -> Tensor:
+    """One layer over rows x (B, N, hidden): K/V into `columns` (B, N) of `pages` (B, n), attention over all of them, the first
+    `shared` pages being the same for all requests."""
     def attend(q, k, v):
         q = kernels.rope_store(q, k, v, cos, sin, kv, pages, columns, impl)
-        return kernels.attend(q, kv, pages[:, :pages_read], prefix_len, suffix_len, impl)
+        return kernels.attend(q, kv, pages[:, :pages_read], prefix_len, suffix_len, impl, shared)
     return layer(x, attend, skip)
 
 
@@ -45,12 +46,13 @@ def finish(model: Transformer, x: Tensor, active: Tensor, rules: decoding.Rules,
 
 
 def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: decoding.Rules, pages_read: int,
-            depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (), impl: str = "torch",
-            layer_pass=layer_pass, finish=finish) -> tuple[Tensor, list]:
+            depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (), shared: tuple = (0, 0),
+            impl: str = "torch", layer_pass=layer_pass, finish=finish) -> tuple[Tensor, list]:
     """The verdict on the active rows (see `finish`), and the states (B, N, hidden) entering the layers `boundaries`.
 
     depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer `depth`, join the
     window rows there. In the last layer they give K/V only. pages_read: how many pages of a request may hold rows.
+    shared: (n, b), the first n pages are the same for all requests in the layers below b.
     """
     dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
     pages = table[batch.prefix_id]                                                          # (B, L, n)
@@ -72,7 +74,7 @@ def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: d
         if i in boundaries:
             entering.append(x)
         x = layer_pass(layer, x, *rope, kv, pages[:, i], columns, pages_read, batch.prefix_len, batch.suffix_len,
-                       P if i == len(model.layers) - 1 else 0, impl)
+                       P if i == len(model.layers) - 1 else 0, impl, shared[0] if i < shared[1] else 0)
     return finish(model, x, batch.active, rules, impl), entering
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import prompt, tiny
 
+import kernels
 from engine import Engine, Request
 
 P, U, G, L, R = 70, 6, 16, 4, 4
@@ -184,3 +185,58 @@ def test_graphs_follow_buckets_and_nothing_else(monkeypatch):
     assert made <= len(shapes) + len(windows) and len(shapes) < 30
     again = Engine(model, compile=True, **kw)
     assert [r.tokens for r in again.generate(requests)] == eager and graphs() == made
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_confidence_makes_no_tensor_over_the_vocabulary(noise):
+    """Symptom: softmax in float64 over V = 126,464 weighs more than the cache. The choice and its probability come in one pass
+    over chunks of V: no tensor of (M, V) is made, none of float64, and both equal the plain formula."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    M, V = 16, 126_464
+    logits = torch.randn(M, V, generator=torch.Generator().manual_seed(0)) * 3
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            outs = out if isinstance(out, tuple) else (out,)
+            made.extend((t.numel(), t.dtype) for t in outs if torch.is_tensor(t) and t.data_ptr() != logits.data_ptr())
+            return out
+
+    keys = (torch.full((M,), 0.5), torch.arange(M), torch.arange(M), torch.arange(M)) if noise else None
+    with Watch():
+        token, logp = kernels.confidence(logits, V - 1, keys)
+    assert max(n for n, _ in made) <= M * kernels.V_CHUNK and not any(dtype == torch.float64 for _, dtype in made)
+    plain = logits.double().log_softmax(1)
+    if not noise:
+        assert torch.equal(token, logits[:, :-1].argmax(1))
+    torch.testing.assert_close(logp.double(), plain.gather(1, token[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_reads_its_shared_prefix_once(model, monkeypatch):
+    """Symptom: eight requests of one prefix copy its K/V eight times a layer. Below the depth the shared pages are gathered
+    once for all; above, each request has its own."""
+    gathered = []
+    gather = kernels._gather
+    monkeypatch.setattr(kernels, "_gather", lambda kv, pages, *rest: (gathered.append(pages.numel()), gather(kv, pages, *rest))[1])
+    engine = Engine(model, depth=3, cache_mb=8)
+    requests = [ask(i, steps=1) for i in range(8)]
+    batch = engine.generate(requests)
+    prefix, suffix = 2, 1                                               # pages of P and S tokens
+    encoding, per_pass = [prefix] * (L - 1), [prefix, 8 * suffix] * 3 + [8 * (prefix + suffix)]
+    assert [n for n in gathered if n] in (encoding + per_pass, [prefix] * L + per_pass)
+    assert [r.tokens for r in batch] == [Engine(model, depth=3, cache_mb=8).generate([r])[0].tokens for r in requests]
+
+
+@pytest.mark.parametrize("P, suffix, dtype", [(70, (5, 64), torch.float32), (64, (1, 9), torch.float32), (130, (100, 3), torch.bfloat16)])
+def test_reading_the_shared_prefix_once_is_the_same_attention(P, suffix, dtype):
+    """Two parts weighed by their sums give what one softmax over all columns gives; pages nobody may read hold NaN."""
+    g = torch.Generator().manual_seed(P)
+    n, heads, K, D = -(-P // 64), 4, 2, 32
+    kv = torch.full((12, 2, K, 64, D), math.nan, dtype=dtype)
+    pages = torch.tensor([[*range(1, n + 1), 5, 6], [*range(1, n + 1), 7, 8]])
+    kv[pages.unique()] = torch.randn(len(pages.unique()), 2, K, 64, D, generator=g).to(dtype)
+    q = torch.randn(2, heads, 7, D, generator=g).to(dtype)
+    lengths = torch.tensor([P, P]), torch.tensor(suffix)
+    torch.testing.assert_close(kernels.attend(q, kv, pages, *lengths, shared=n), kernels.attend(q, kv, pages, *lengths),
+                               atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0)
