@@ -10,6 +10,7 @@ of listening to one stream. Bad input ends with exit code 2 and one sentence, an
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -30,7 +31,8 @@ def parse(argv=None) -> argparse.Namespace:
         "the processor has no fast bfloat16")
     add("--compile", action="store_true", help="compile the steps: minutes at first, faster then")
     add = p.add_argument_group("input").add_argument
-    add("--prefix", metavar="TEXT|@FILE", help="the text that all prompts share")
+    add("--prefix", metavar="TEXT|@FILE", help="the text that all prompts share: the system message of a chat model, else what each "
+        "prompt follows directly")
     add("--prompt", metavar="TEXT|@FILE", action="append", help="one request; give it as often as you like")
     add("--requests", metavar="FILE.jsonl", help='a request a line: {"prefix": ..., "prompt": ...} or {"messages": [...]}')
     add = p.add_argument_group("decoding").add_argument
@@ -69,18 +71,16 @@ def parse(argv=None) -> argparse.Namespace:
     add("--trace", action="store_true", help="show what each layer computed and read at each step")
     add("--compare", action="store_true", help="run once more without a cache and compare (done when no input is given)")
     args = p.parse_args(argv)
-    for bad, why in ((args.requests and (args.prompt or args.prefix), "--requests brings its own prompts; leave out --prompt "
-                      "and --prefix"),
-                     (args.prefix and not args.prompt, "--prefix needs at least one --prompt"),
-                     (args.depth is not None and args.cache not in (None, "bicache"), "--depth has an effect only with --cache "
-                      "bicache"),
-                     (args.refresh is not None and args.cache in ("none", "naive"), f"--refresh has no effect with --cache "
-                      f"{args.cache}"),
-                     (args.watch and (args.json or not sys.stdout.isatty()), "--watch draws on standard output, which must be "
-                      "a terminal and free of --json"),
-                     (args.trace and args.json, "--trace and --json both want standard output; give one"),
-                     (args.compare and args.json, "--compare prints a table; leave out --json"),
-                     (args.compare and args.cache == "none", "--compare compares with --cache none; give another --cache")):
+    shares = args.cache in (None, "bicache")
+    for bad, why in (
+            (args.requests and (args.prompt or args.prefix), "--requests brings its own prompts; leave out --prompt and --prefix"),
+            (args.prefix and not args.prompt, "--prefix needs at least one --prompt"),
+            (args.depth is not None and not shares, "--depth has an effect only with --cache bicache"),
+            (args.auto_prefix is False and not shares, "--no-auto-prefix has an effect only with --cache bicache"),
+            (args.refresh is not None and args.cache in ("none", "naive"), f"--refresh has no effect with --cache {args.cache}"),
+            (args.json and (args.trace or args.compare or args.watch), "--json wants standard output for itself; leave it out"),
+            (args.watch and not sys.stdout.isatty(), "--watch draws in a terminal, and standard output is none"),
+            (args.compare and args.cache == "none", "--compare compares with --cache none; give another --cache")):
         if bad:
             raise ValueError(why)
     if args.depth not in (None, "auto"):
@@ -95,7 +95,7 @@ def read_text(value: str) -> str:
     if not value.startswith("@"):
         return value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8").strip()
+        return Path(value[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{value[1:]} cannot be read: {e.strerror if isinstance(e, OSError) else 'it is not UTF-8 text'}") from e
 
@@ -117,8 +117,8 @@ def read_chats(args) -> list[dict]:
             chats.append(chat)
         return chats
     if args.prompt:
-        prefix = {"prefix": read_text(args.prefix)} if args.prefix else {}
-        return [{**prefix, "prompt": read_text(p)} for p in args.prompt]
+        prefix = {"prefix": read_text(args.prefix).strip()} if args.prefix else {}
+        return [{**prefix, "prompt": read_text(p).strip()} for p in args.prompt]
     examples = HERE / "examples"
     document = (examples / "staff.txt").read_text().strip()
     return [{"prefix": document, "prompt": q} for q in (examples / "questions.txt").read_text().strip().split("\n")]
@@ -141,16 +141,12 @@ def to_request(chat: dict, tokenizer, options: dict):
 
 def trace_map(events: list, layers: int) -> str:
     """Layers x steps of one request: where the prefix rows were computed and where their K/V were read."""
-    last = events[-1]
-    lines = []
-    for layer in reversed(range(layers)):
-        cells = ("#" if e.refresh and layer >= e.depth else "." if not e.prefix_tokens else "s" if layer < e.depth else "p"
-                 for e in events)
-        lines.append(f"  layer {layer:3} " + "".join(cells))
+    def cell(e, layer):
+        return "." if not e.prefix_tokens else "s" if layer < e.depth else "#" if e.refresh else "p"
+    lines = [f"  layer {i:3} " + "".join(cell(e, i) for e in events) for i in reversed(range(layers))]
     rows = [hi - lo for lo, hi in (e.computed for e in events)]
-    lines.append(f"  own rows  {rows[0]} at first, {min(rows)} to {max(rows)} a step, in every layer")
-    key = "# prefix computed   s read from shared pages   p read from private pages" if last.prefix_tokens else ". no prefix"
-    return "\n".join([*lines, f"  {key}"])
+    return "\n".join([*lines, f"  own rows  {rows[0]} at first, {min(rows)} to {max(rows)} a step, in every layer",
+                      "  prefix: # computed  s read from shared pages  p read from private pages  . there is none"])
 
 
 class Watch:
@@ -174,7 +170,7 @@ class Watch:
         time.sleep(0.01)                    # slow enough to see
 
     def line(self, index: int) -> str:
-        room = os.get_terminal_size().columns - 6
+        room = shutil.get_terminal_size().columns - 6
         text = "".join("░" if t is None else self.decode([t]) for t in self.running[index])
         return f"{index + 1:4}  " + " ".join(text.split())[:room]
 
@@ -191,12 +187,13 @@ def table(results: list, totals: list[int]) -> str:
 def answer(args: argparse.Namespace) -> None:
     """Load, run, print: everything between the command line and the exit code."""
     chats = read_chats(args)
-    from tqdm import tqdm                   # torch comes in here: --help and a bad option do not wait for it
-    from engine import Engine, Request
+    from tqdm import tqdm
+    from engine import Engine, Request      # torch comes in here: --help and a bad option do not wait for it
     warnings.showwarning = lambda message, *_: print(f"generate.py: {message}", file=sys.stderr)
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {f.name: given[f.name] for f in fields(Request) if f.name in given and f.name != "prompt"}
-    settings = {name: given[name] for name in ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "attention") if name in given}
+    names = ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "attention")
+    settings = {name: given[name] for name in names if name in given}
     settings |= dict(device=args.device, dtype=args.dtype, compile=args.compile)
     engine = Engine.from_folder(args.model, **settings)
     if engine.tokenizer is None:
@@ -252,15 +249,20 @@ def answer(args: argparse.Namespace) -> None:
     work = sum(r.token_layers + r.encode_token_layers for r in results)
     say(f"\n{engine.mode:8} {work:12,.0f} token-layers  {seconds:6.2f} s")
     if args.compare or demo and not args.json and engine.mode != "none":
-        plain = Engine(engine.model, cache="none", cache_mb=engine.cache.budget / 2**20, max_batch=engine.max_batch,
-                       window=engine.window, tokenizer=engine.tokenizer)
-        start = time.perf_counter()
-        others = plain.generate(requests)
-        start = time.perf_counter() - start
-        full = sum(r.token_layers for r in others)
-        same = sum(a.tokens == b.tokens for a, b in zip(results, others))
-        say(f"{'none':8} {full:12,.0f} token-layers  {start:6.2f} s\n\n{full / work:.1f} times less work, {start / seconds:.1f} "
-            f"times faster; {same} of {len(results)} answers equal")
+        compare(engine, requests, results, work, seconds)
+
+
+def compare(engine, requests: list, results: list, work: float, seconds: float) -> None:
+    """Run the requests once more without a cache; print what that took and whether the answers are equal."""
+    from engine import Engine
+    plain = Engine(engine.model, cache="none", cache_mb=engine.cache.budget / 2**20, max_batch=engine.max_batch,
+                   window=engine.window, tokenizer=engine.tokenizer)
+    start = time.perf_counter()
+    others = plain.generate(requests)
+    plain_seconds, plain_work = time.perf_counter() - start, sum(r.token_layers for r in others)
+    same = sum(a.tokens == b.tokens for a, b in zip(results, others))
+    print(f"{'none':8} {plain_work:12,.0f} token-layers  {plain_seconds:6.2f} s\n\n{plain_work / work:.1f} times less work, "
+          f"{plain_seconds / seconds:.1f} times faster; {same} of {len(results)} answers equal")
 
 
 class Lines:

@@ -75,7 +75,7 @@ def test_trace_and_compare(text_folder):
     (["--steps", "0"], "steps is 0"), (["--gen-length", "-1"], "gen_length is -1"), (["--depth", "x"], "--depth is 'x'"),
     (["--depth", "99"], "depth is 99"), (["--cache", "none", "--depth", "2"], "--depth has an effect only with"),
     (["--cache", "naive", "--refresh", "2"], "--refresh has no effect"), (["--requests", "x.jsonl"], "brings its own prompts"),
-    (["--watch"], "a terminal"), (["--trace", "--json"], "give one"), (["--remasking", "best"], "remasking is 'best'"),
+    (["--watch"], "in a terminal"), (["--trace", "--json"], "leave it out"), (["--remasking", "best"], "remasking is 'best'"),
     (["--model", "/nowhere"], "no model folder"), (["--output", "/nowhere/x"], "--output /nowhere/x cannot be written"),
     (["--cache-mb", "0.1"], "set cache_mb to"), (["--prompt", "@/nowhere"], "/nowhere cannot be read"),
     (["--device", "cuda"], "torch finds no GPU")])
@@ -128,3 +128,26 @@ def test_help_groups(capsys):
         generate.main(["--help"])
     out = capsys.readouterr().out
     assert all(f"\n{group}:\n" in out for group in ("model", "input", "decoding", "cache", "output"))
+
+
+def test_watch_draws_in_a_terminal(text_folder, plain):
+    """The canvases fill up in place; at the end questions and answers stand as without --watch."""
+    pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, ROOT / "generate.py", "--model", text_folder, *ASK, "--cache", "none", "--watch"],
+                               stdout=theirs, stderr=theirs, env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"})
+    os.close(theirs)
+    shown = b""
+    while chunk := read(ours):
+        shown += chunk
+    assert process.wait() == 0
+    shown = shown.decode()
+    assert shown.count("░" * 11) and shown.index("░") < shown.index("Q  Which weights?")
+    assert all(f"A  {answer['text']}" in shown.replace("\r", "") for answer in plain)
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 4096)
+    except OSError:                         # how Linux says that the other side is closed
+        return b""
