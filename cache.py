@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 PAGE = 64
+MAX_ENTRIES = 256       # shared prefixes at most: each is a row of the tables, as long as the longest canvas
 
 
 @dataclass
@@ -43,7 +44,7 @@ def count_pages(tokens: int) -> int:
 class Cache:
     """Pages, their table, and the index of shared prefixes.
 
-    budget: bytes for K, V and boundary hidden states together. boundaries: the layers whose entering hidden states are
+    budget: bytes for K, V, boundary hidden states and tables together. boundaries: the layers whose entering hidden states are
     kept with a shared prefix, so that a refresh can start there. key: what sets this model and dtype apart from others.
     """
 
@@ -52,18 +53,19 @@ class Cache:
         kv_bytes = 2 * config.kv_heads * PAGE * config.head_dim * size
         hidden_bytes = PAGE * config.hidden * size
         L, nb = config.layers, len(boundaries)
-        pages = int(budget // (kv_bytes + hidden_bytes * nb / L))       # hidden pages for as many prefixes as kv has
+        page_bytes = kv_bytes + hidden_bytes * nb / L                   # hidden pages for as many prefixes as kv has
+        ids = min(max(int(budget // page_bytes) // L, 1), MAX_ENTRIES) + max_requests
+        # Prefix and suffix may each waste a page's tail; the last column stays 0, where padded rows are written.
+        columns = count_pages(config.max_len) + 2
+        pages = int((budget - ids * (L + nb) * columns * 4) // page_bytes)
         self.layers, self.boundaries, self.budget, self.key = L, list(boundaries), budget, key
         self.kv_bytes, self.hidden_bytes = kv_bytes, hidden_bytes
         self.kv = torch.zeros(max(pages, 1), 2, config.kv_heads, PAGE, config.head_dim, device=device, dtype=dtype)
         self.hidden = torch.zeros(max(pages * nb // L, 1), PAGE, config.hidden, device=device, dtype=dtype)
         self.free = list(range(self.kv.shape[0] - 1, 0, -1))            # popped from the end: lowest page first
         self.free_hidden = list(range(self.hidden.shape[0] - 1, 0, -1))
-        ids = max(pages // L, 1) + max_requests
-        # Prefix and suffix may each waste a page's tail; the last column stays 0, where padded rows are written.
-        columns = count_pages(config.max_len) + 2
-        self.table = torch.zeros(ids, L, columns, dtype=torch.long, device=device)
-        self.hidden_table = torch.zeros(ids, max(nb, 1), columns, dtype=torch.long, device=device)
+        self.table = torch.zeros(ids, L, columns, dtype=torch.int32, device=device)
+        self.hidden_table = torch.zeros(ids, nb, columns, dtype=torch.int32, device=device)
         self.free_ids = list(range(ids - 1, -1, -1))
         self.index: dict[int, list[Entry]] = {}         # hash of (key, salt, ids) -> entries; ids confirm
         self.entries: dict[int, Entry] = {}             # by prefix id, least recently used first
@@ -129,7 +131,7 @@ class Cache:
 
     def _hidden_rows(self, ids: Tensor, layer: int, P: int) -> Tensor:
         j = torch.arange(P, device=ids.device)
-        return self.hidden_table[ids, self.boundaries.index(layer)][:, j // PAGE] * PAGE + j % PAGE     # (B, P)
+        return self.hidden_table[ids, self.boundaries.index(layer)].long()[:, j // PAGE] * PAGE + j % PAGE    # (B, P)
 
     # -- running requests -----------------------------------------------------------------------------------------
 
@@ -152,10 +154,10 @@ class Cache:
             return None
         lease = Lease(self.free_ids.pop(), self._take(self.free, own), entry)
         p, s, L = count_pages(prefix), count_pages(suffix), self.layers
-        rows = torch.zeros(L, self.table.shape[2], dtype=torch.long)
+        rows = torch.zeros(L, self.table.shape[2], dtype=torch.int32)
         deep = (L - depth) * p
-        rows[depth:, :p] = torch.tensor(lease.pages[:deep], dtype=torch.long).view(L - depth, p)
-        rows[:, p:p + s] = torch.tensor(lease.pages[deep:], dtype=torch.long).view(suffix_layers, s)
+        rows[depth:, :p] = torch.tensor(lease.pages[:deep], dtype=torch.int32).view(L - depth, p)
+        rows[:, p:p + s] = torch.tensor(lease.pages[deep:], dtype=torch.int32).view(suffix_layers, s)
         rows = rows.to(self.table.device)
         if depth:
             rows[:depth, :p] = self.table[entry.id, :depth, :p]
@@ -188,7 +190,7 @@ class Cache:
 
     def _write(self, table: Tensor, id: int, pages: list, n: int) -> None:
         if pages:
-            table[id, :, :n] = torch.tensor(pages).view(-1, n).to(table.device)
+            table[id, :, :n] = torch.tensor(pages, dtype=torch.int32).view(-1, n).to(table.device)
 
     def _clear(self, id: int) -> None:
         self.table[id] = 0

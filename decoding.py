@@ -222,8 +222,10 @@ def choose(logits: Tensor, rules: Rules, mask_id: int, eos_id: int, impl: str = 
         logits = logits / torch.where(scaled, temperature, 1.0)[:, None]
         noise = (torch.where(scaled, 1.0, temperature), *key)
     if rules.nucleus is not None:
+        top_p, top_k = rules.nucleus
+        asked = ((top_p < 1) | (top_k < logits.shape[1]))[:, None]          # a filter changes nothing for its neighbours
         mask = torch.arange(logits.shape[1], device=logits.device) == mask_id
-        logits = _keep_top(logits.masked_fill(mask, float("-inf")), *rules.nucleus)
+        logits = torch.where(asked, _keep_top(logits.masked_fill(mask, float("-inf")), top_p, top_k), logits)
     return kernels.confidence(logits, mask_id, noise, stats=rules.stats, impl=impl)
 
 

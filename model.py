@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,6 @@ class Transformer(nn.Module):
         return self.logits(x)
 
 
-
 def checkpoint_names(model: Transformer, family: Family) -> dict[str, str]:
     """The name that each parameter of `model` has in the family's checkpoints."""
     names = {}
@@ -224,11 +224,22 @@ def _shards(folder: Path) -> list[Path]:
     if not index.is_file():
         files = [folder / "model.safetensors"]
     else:
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{index} is no index of shards ({e!r}); download it again") from e
     absent = [f.name for f in files if not f.is_file()]
     if absent:
         raise ValueError(f"{folder} lacks {', '.join(absent)}; download the folder again")
     return files
+
+
+def _open(path: Path):
+    """A safetensors file, mapped: its tensors are views, read when they are touched."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{path} cannot be read ({e}); download it again") from e
 
 
 def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
@@ -238,8 +249,8 @@ def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda and torch finds no GPU here; use cpu or auto")
     if dtype == "auto":
-        with safe_open(_shards(Path(folder))[0], framework="pt") as f:
-            dtype = f.get_slice(next(iter(f.keys()))).get_dtype()
+        with _open(_shards(Path(folder))[0]) as f:
+            dtype = next((f.get_slice(key).get_dtype() for key in f.keys()), None)
         dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(dtype, torch.float32)
         if device.type == "cpu" and not (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()):
             dtype = torch.float32
@@ -249,8 +260,9 @@ def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
 def load(folder, device="cpu", dtype="float32") -> Transformer:
     """Read a model folder: config.json and model.safetensors, or shards with model.safetensors.index.json.
 
-    The model is built without storage and each tensor is read, cast and moved by itself, so that the weights are never
-    in memory twice. Raises ValueError naming every missing, left-over and mis-shaped tensor in one message.
+    The model is built without storage, and each tensor is read, cast and moved by itself, so that the weights are never in
+    memory twice; those that need no cast stay mapped and are read when first used. A bar on a terminal, if it takes
+    longer than a second. Raises ValueError naming every missing, left-over and mis-shaped tensor in one message.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -263,22 +275,26 @@ def load(folder, device="cpu", dtype="float32") -> Transformer:
         del names["head.weight"]
     ours = {theirs: name for name, theirs in names.items()}
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    state, wrong, left = {}, [], []
-    for path in _shards(folder):
-        try:
-            with safe_open(path, framework="pt") as f:
-                for key in f.keys():
-                    name = ours.get(key)
-                    if name is None:
-                        if not key.endswith("rotary_emb.inv_freq"):     # a buffer that some exports carry along
-                            left.append(key)
-                    elif (shape := tuple(f.get_slice(key).get_shape())) != shapes[name]:
-                        wrong.append(f"{key} is {shape}, not {shapes[name]}")
-                        state[name] = None
-                    else:
-                        state[name] = f.get_tensor(key).to(device, dtype)
-        except SafetensorError as e:
-            raise ValueError(f"{path} cannot be read ({e}); download it again") from e
+    state, wrong, left, shards = {}, [], [], _shards(folder)
+    bar = tqdm(total=sum(path.stat().st_size for path in shards), desc=f"loading {folder.name}", unit="B", unit_scale=True,
+               leave=False, delay=1, disable=None)                  # disable None: no bar where stderr is no terminal
+    for path in shards:
+        with _open(path) as f:
+            for key in f.keys():
+                name = ours.get(key)
+                if name is None:
+                    if not key.endswith("rotary_emb.inv_freq"):     # a buffer that some exports carry along
+                        left.append(key)
+                elif (shape := tuple(f.get_slice(key).get_shape())) != shapes[name]:
+                    wrong.append(f"{key} is {shape}, not {shapes[name]}")
+                    state[name] = None
+                else:
+                    state[name] = mapped = f.get_tensor(key)
+                    if mapped.dtype != dtype or device.type != "cpu":
+                        with _open(path) as own:                    # its mapping ends here, and with it the pages read
+                            state[name] = own.get_tensor(key).to(device, dtype)
+                    bar.update(mapped.nbytes)
+    bar.close()
     lacking = [theirs for name, theirs in names.items() if name not in state]
     faults = [f"{what}: {', '.join(keys)}" for what, keys in
               (("missing", lacking), ("left over", left), ("wrong shape", wrong)) if keys]

@@ -55,7 +55,7 @@ def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: d
     shared: (n, b), the first n pages are the same for all requests in the layers below b.
     """
     dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
-    pages = table[batch.prefix_id]                                                          # (B, L, n)
+    pages = table[batch.prefix_id].long()                                                   # (B, L, n)
     W = batch.ids.shape[1]
     place = batch.first[:, None] + torch.arange(W, device=dev)                              # (B, W)
     start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                    # the suffix' first column

@@ -128,10 +128,8 @@ class Tokenizer:
         return _ids(tokens, len(os.path.commonprefix([text, other])))
 
     def decode(self, ids):
-        """The text of `ids`, special tokens skipped; ValueError on an id that the vocabulary lacks."""
-        if lost := [i for i in ids if i not in self._known]:
-            raise ValueError(f"Token id {lost[0]} is not in the vocabulary (of {self.vocab_size} ids).")
-        return self._decode([i for i in ids if i not in self._hidden])
+        """The text of `ids`; special tokens are skipped, and ids that no token has: output heads are padded with some."""
+        return self._decode([i for i in ids if i in self._known and i not in self._hidden])
 
     def _plain(self, text):
         """[(id, start, end)] of ordinary text, in characters; `end` reaches over what no other token covers."""

@@ -14,7 +14,7 @@ torch.set_num_threads(1)        # small models: a second thread costs more than 
 GOLDEN = ROOT / "tests" / "golden"
 
 
-def tiny(shift=False, layers=4, seed=0, vocab=96, scale=1.0, **kw) -> Transformer:
+def tiny(shift=False, layers=4, seed=0, vocab=96, scale=3.0, **kw) -> Transformer:
     """A random model whose answers hang on every token: weights wide enough that the arg-max is decided by a margin."""
     torch.manual_seed(seed)
     settings = dict(layers=layers, hidden=48, heads=4, kv_heads=2 if shift else 4, mlp=64, vocab=vocab, max_len=512, theta=1e4,

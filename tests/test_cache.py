@@ -91,7 +91,7 @@ def test_everything_is_given_back():
 def test_stats_and_budget(boundaries):
     """The tensors take no more bytes than the budget, and `bytes` counts pages in use."""
     cache = Cache(CONFIG, 2**20, boundaries)
-    held = (cache.kv.numel() + cache.hidden.numel() * bool(boundaries)) * 4
+    held = (cache.kv.numel() + cache.hidden.numel() * bool(boundaries) + cache.table.numel() + cache.hidden_table.numel()) * 4
     assert 0.9 * 2**20 < held <= 2**20
     empty = cache.stats()
     assert empty == dict(entries=0, tokens=0, bytes=0, budget_bytes=2**20, hits=0, misses=0, evictions=0)

@@ -337,8 +337,7 @@ def test_added_tokens_from_config_files_only(tmp_path, form):
     whole = [ids["<|user|>"], *tok.encode("a"), ids["<|end|>"], ids["<|assistant|>"]]
     assert tok.chat([{"role": "user", "content": "a"}]) == (whole, 1)
     if form == "gaps":
-        with pytest.raises(ValueError, match="not in the vocabulary"):
-            tok.decode([n + 1])
+        assert tok.decode([n + 1]) == ""
 
 
 def test_decode_refuses_strange_ids(tok):
@@ -347,8 +346,7 @@ def test_decode_refuses_strange_ids(tok):
     mixed = [tok.mask_id, *ids, *tok.eos_ids]
     assert tok.decode(mixed) == tok.decode(ids) and tok.decode(ids).strip() == "Dana is in room 42." and tok.decode([]) == ""
     for strange in (tok.vocab_size, -1, 10**9):
-        with pytest.raises(ValueError, match="not in the vocabulary"):
-            tok.decode([*ids, strange])
+        assert tok.decode([*ids, strange]) == tok.decode(ids)       # a padded head may give one: no reason to stop
 
 
 # ---- chats ------------------------------------------------------------------------------------------------------------
