@@ -131,6 +131,7 @@ class Engine:
         """
         from tokenizer import Tokenizer
         model = load(path, device, dtype)
+        model = model if options.get("compile") else model.pack()
         table = depths.find_table(path, model.config.layers) if cache == "bicache" and depth == "auto" else None
         return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
                    max_batch=max_batch, table=table, tokenizer=Tokenizer.from_folder(path), key=fingerprint(path), **options)

@@ -220,7 +220,7 @@ def main():
         pairs = read_questions(args.questions)
         workloads = build(pairs, SHAPES[args.shape], args.batch, args.gen_length)
         workloads = [w for w in workloads if w.name in args.workloads]
-        model = random_model(SHAPES[args.shape], args.device, getattr(torch, args.dtype), args.seed)
+        model = random_model(SHAPES[args.shape], args.device, getattr(torch, args.dtype), args.seed, args.compile)
     except (ValueError, RuntimeError, AssertionError) as e:         # torch names a device that is not there in the latter two
         fail(str(e).split("\n")[0])
     env = environment(args)

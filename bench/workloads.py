@@ -53,7 +53,7 @@ class Workload:
         return len(self.prefix) / (len(self.prefix) + len(self.own[0]) + self.gen_length)
 
 
-def random_model(config: Config, device, dtype, seed: int) -> Transformer:
+def random_model(config: Config, device, dtype, seed: int, compile: bool) -> Transformer:
     """A model of normal weights, deviation 1 / sqrt(fan-in) (1 for the embedding), made where it is used."""
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
@@ -64,7 +64,7 @@ def random_model(config: Config, device, dtype, seed: int) -> Transformer:
             weight.normal_(std=1 if name == "embed.weight" else weight.shape[1] ** -0.5, generator=generator)
         else:
             weight.fill_(name.endswith("norm.weight"))          # norms are 1, biases 0
-    return model
+    return model if compile else model.pack()
 
 
 def encode(text: str, config: Config) -> list:
