@@ -6,8 +6,10 @@ cache"; DESIGN section 4). A shared prefix owns pages in all layers, written onc
 below its depth the table names the shared pages, from there up pages of its own; behind the prefix come the pages of its
 suffix, so that a forward pass knows one id per request and nothing about sharing.
 
-The budget is set once, allocated once, never moved. Page 0 takes the writes of padded rows and is never seen.
+The budget is set once, allocated once, never moved. Page 0 is always zero: unused table entries name it. Page 1 takes the
+writes of padded rows and is never read.
 """
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -18,7 +20,7 @@ PAGE = 64
 MAX_ENTRIES = 256       # shared prefixes at most: each is a row of the tables, as long as the longest canvas
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A shared prefix. `users` counts the running requests whose tables name its pages: it cannot be evicted then."""
     id: int
@@ -29,7 +31,7 @@ class Entry:
     users: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
     """What one running request holds: a private prefix id, its own pages, and maybe a shared entry."""
     id: int
@@ -55,16 +57,21 @@ class Cache:
         L, nb = config.layers, len(boundaries)
         page_bytes = kv_bytes + hidden_bytes * nb / L                   # hidden pages for as many prefixes as kv has
         ids = min(max(int(budget // page_bytes) // L, 1), MAX_ENTRIES) + max_requests
-        # Prefix and suffix may each waste a page's tail; the last column stays 0, where padded rows are written.
+        # Prefix and suffix may each waste a page's tail; the last column names page 1, where padded rows go.
         columns = count_pages(config.max_len) + 2
         pages = int((budget - ids * (L + nb) * columns * 4) // page_bytes)
+        if pages < 3:
+            raise ValueError(f"a cache of {budget / 2**20:.3g} MB holds no page; set cache_mb to "
+                             f"{math.ceil((budget - (pages - 3) * page_bytes) / 2**20 * 100) / 100:g} or more")
         self.layers, self.boundaries, self.budget, self.key = L, list(boundaries), budget, key
+        self.max_requests = max_requests
         self.kv_bytes, self.hidden_bytes = kv_bytes, hidden_bytes
-        self.kv = torch.zeros(max(pages, 1), 2, config.kv_heads, PAGE, config.head_dim, device=device, dtype=dtype)
+        self.kv = torch.zeros(pages, 2, config.kv_heads, PAGE, config.head_dim, device=device, dtype=dtype)
         self.hidden = torch.zeros(max(pages * nb // L, 1), PAGE, config.hidden, device=device, dtype=dtype)
-        self.free = list(range(self.kv.shape[0] - 1, 0, -1))            # popped from the end: lowest page first
+        self.free = list(range(self.kv.shape[0] - 1, 1, -1))            # popped from the end: lowest page first
         self.free_hidden = list(range(self.hidden.shape[0] - 1, 0, -1))
         self.table = torch.zeros(ids, L, columns, dtype=torch.int32, device=device)
+        self.table[:, :, -1] = 1
         self.hidden_table = torch.zeros(ids, nb, columns, dtype=torch.int32, device=device)
         self.free_ids = list(range(ids - 1, -1, -1))
         self.index: dict[int, list[Entry]] = {}         # hash of (key, salt, ids) -> entries; ids confirm
@@ -94,7 +101,7 @@ class Cache:
     def allocate(self, ids, salt="") -> Entry | None:
         """Pages for a new shared prefix in all layers, or None if they cannot be had now. Not yet found by `find`."""
         n, nb = count_pages(len(ids)), len(self.boundaries)
-        if not self._make_room(n * self.layers, n * nb):
+        if not self.make_room(n * self.layers, n * nb):
             return None
         entry = Entry(self.free_ids.pop(), tuple(ids), salt, self._take(self.free, n * self.layers),
                       self._take(self.free_hidden, n * nb))
@@ -148,7 +155,7 @@ class Cache:
         if entry:
             entry.users += 1                            # before making room, or its own entry might go
         own = self.pages_needed(prefix, suffix, depth, suffix_layers)
-        if not self._make_room(own, 0):
+        if not self.make_room(own, 0):
             if entry:
                 entry.users -= 1
             return None
@@ -161,7 +168,7 @@ class Cache:
         rows = rows.to(self.table.device)
         if depth:
             rows[:depth, :p] = self.table[entry.id, :depth, :p]
-        self.table[lease.id] = rows
+        self.table[lease.id, :, :-1] = rows[:, :-1]
         return lease
 
     def close(self, lease: Lease) -> None:
@@ -173,17 +180,34 @@ class Cache:
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, pages: int, hidden_pages: int) -> bool:
-        """Evict unused entries, least recently used first, until the pages and an id are free; nothing if in vain."""
-        unused = [e for e in self.entries.values() if not e.users]
-        short = lambda: len(self.free) < pages or len(self.free_hidden) < hidden_pages or not self.free_ids
-        if len(self.free) + sum(len(e.pages) for e in unused) < pages or (
-                len(self.free_hidden) + sum(len(e.hidden_pages) for e in unused) < hidden_pages):
+    def make_room(self, pages: int, hidden_pages: int, ids=1, keep=()) -> bool:
+        """Evict unused entries, but none of `keep`, the least recently used first, until so many pages and prefix ids are
+        free. False, and nothing is evicted, if that cannot be."""
+        unused = [e for e in self.entries.values() if not e.users and e not in keep]
+        short = lambda gone: (len(self.free) + sum(len(e.pages) for e in gone) < pages or len(self.free_ids) + len(gone) < ids
+                              or len(self.free_hidden) + sum(len(e.hidden_pages) for e in gone) < hidden_pages)
+        if short(unused):
             return False
-        while short() and unused:
+        while short([]):
             self.discard(unused.pop(0))
             self.evictions += 1
-        return not short()
+        return True
+
+    def scrub(self) -> None:
+        """After values that are not finite: forget the entries that hold any, and clear what is left. A masked column still
+        meets the arithmetic, where 0 * NaN is NaN, so a page must be clean before another request gets it."""
+        for e in list(self.entries.values()):
+            if not e.users and not (self.kv[e.pages].isfinite().all() and self.hidden[e.hidden_pages].isfinite().all()):
+                self.discard(e)
+        self.kv.nan_to_num_(0, 0, 0)
+        self.hidden.nan_to_num_(0, 0, 0)
+
+    def budget_for(self, pages: int, hidden_pages: int) -> int:
+        """The budget in bytes that has so many pages."""
+        L, nb = self.layers, len(self.boundaries)
+        pages = max(pages, -(-(hidden_pages + 1) * L // nb) if hidden_pages else 0) + 2         # two are never given out
+        table = (min(pages // L + 1, MAX_ENTRIES) + self.max_requests) * (L + nb) * self.table.shape[2] * 4
+        return math.ceil(pages * (self.kv_bytes + self.hidden_bytes * nb / L)) + table
 
     def _take(self, free: list, n: int) -> list:
         return [free.pop() for _ in range(n)]
@@ -193,13 +217,13 @@ class Cache:
             table[id, :, :n] = torch.tensor(pages, dtype=torch.int32).view(-1, n).to(table.device)
 
     def _clear(self, id: int) -> None:
-        self.table[id] = 0
+        self.table[id, :, :-1] = 0
         self.hidden_table[id] = 0
         self.free_ids.append(id)
 
     def stats(self) -> dict:
         """Entries, tokens and bytes now (pages in use, running requests' included), and what happened so far."""
-        used = (self.kv.shape[0] - 1 - len(self.free)) * self.kv_bytes
+        used = (self.kv.shape[0] - 2 - len(self.free)) * self.kv_bytes
         used += (self.hidden.shape[0] - 1 - len(self.free_hidden)) * self.hidden_bytes
         return dict(entries=len(self.entries), tokens=sum(len(e.ids) for e in self.entries.values()), bytes=used,
                     budget_bytes=self.budget, hits=self.hits, misses=self.misses, evictions=self.evictions)

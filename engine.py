@@ -15,6 +15,8 @@ This file says who runs when; step.py what a pass computes, decoding.py what it 
 against a plain loop (tests/reference.py) and golden outputs. One read from the device per pass: tokens and confidences.
 """
 import math
+import time
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -25,32 +27,20 @@ import decoding
 import depth as depths
 import kernels
 from cache import PAGE, Cache, Entry, Lease, Repeats, count_pages
-from decoding import Request, Result, Rules
+from decoding import Rules
 from model import Transformer, fingerprint, load
+from request import Event, Request, Result, check
 from step import Pass, Step, bucket
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
 WINDOWS = ("all", "rest", "block")
 
 
-@dataclass
-class Event:
-    """One step of one request: what was computed and what was committed; `result` on the last one.
-
-    computed: rows [lo, hi) of the suffix. refresh: the deep layers computed the prefix rows as well. committed: pairs
-    (place in the generated region, token).
-    """
-    index: int                  # of the request in the list
-    step: int
-    refresh: bool
-    computed: tuple
-    committed: list
-    prefix_tokens: int
-    depth: int
-    result: Result | None = None
+class NotFinite(ValueError):
+    """The model gave NaN or infinity, and has written some into its pages."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A request on its way: its canvas behind the prefix, and where it stands."""
     index: int
@@ -81,7 +71,7 @@ class Running:
         return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """The requests of one call of `stream`: those that wait, as [index, request or None if cancelled, P or None], those
     that run, and those still to come."""
@@ -120,7 +110,7 @@ class Engine:
         self.repeats = Repeats() if auto_prefix and cache == "bicache" else None
         self.step = Step(model, self.cache.kv, self.cache.table, kernels.choose(weight.device, attention), compile)
         self.bucket = bucket if compile else lambda n, least: n
-        self.streams, self.counts = [], Counter()       # passes, host_reads, head_rows, encoded_prefixes
+        self.streams, self.counts = weakref.WeakSet(), Counter()       # passes, host_reads, head_rows, encoded_prefixes
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
@@ -150,17 +140,15 @@ class Engine:
     def stream(self, requests):
         """Events as they happen, `Event.result` set on each request's last.
 
-        A list is checked whole before this returns: ValueError names the request, what is wrong and the remedy. Any other
-        iterable is asked for a request whenever there is a place (None: nothing now) and raises at the bad one.
+        A list is checked whole before this returns. Any other iterable is asked for the next request when there is a place
+        for it (None: nothing now) and may never end. ValueError names the request, what is wrong and the remedy.
         """
-        if not isinstance(requests, (list, tuple)):
-            return self._stream(Stream(deque(), iter(requests)))
-        for i, request in enumerate(requests):
-            try:
-                self.check(request)
-            except ValueError as e:
-                raise ValueError(f"request {i}: {e}" if len(requests) > 1 else str(e)) from None
-        return self._stream(Stream(deque([i, request, None] for i, request in enumerate(requests))))
+        items = requests if isinstance(requests, (list, tuple)) else []
+        stream = Stream(deque(), iter(()) if items is requests else iter(requests))
+        for request in items:
+            self._arrive(stream, request)
+        self.streams.add(stream)
+        return self._stream(stream)
 
     def cancel(self, request: Request) -> None:
         """Stop a request that was handed to `stream`: its pages are free at once, its last event says "cancelled"."""
@@ -175,14 +163,12 @@ class Engine:
 
     @torch.inference_mode()
     def _stream(self, stream: Stream):
-        running, more = stream.running, True
-        self.streams.append(stream)
+        running = stream.running
         try:
-            while stream.waiting or running or more:
+            while running or stream.waiting or stream.source:
                 # Requests join where the deep layers are recomputed anyway, so that all refresh at the same steps.
-                if all(run.forwards % self.refresh == 0 for run in running):
-                    more = self._arrivals(stream)
-                    while stream.waiting and len(running) < self.max_batch:
+                if all(run.forwards % self.refresh == 0 for run in running if self._refreshes(run)):
+                    while len(running) < self.max_batch and self._next(stream, patient=not running):
                         index, request, _ = stream.waiting[0]
                         if request is None:
                             yield Event(index, 0, False, (0, 0), [], 0, 0, Result([], "cancelled", 0, 0, 0, 0, False, 0, 0))
@@ -191,48 +177,67 @@ class Engine:
                         else:
                             break
                         stream.waiting.popleft()
-                        more = self._arrivals(stream)
                 for depth, group in self._groups(running):
-                    yield from self._advance(group, depth)
+                    if group := [run for run in group if not run.cancelled]:        # the listener may have, just now
+                        yield from self._advance(group, depth)
                 for run in [run for run in running if not run.blocks]:
                     running.remove(run)
                     self._close(run)
                     if run.cancelled:
                         yield Event(run.index, run.forwards, False, (0, 0), [], run.prefix_len, run.depth, self._result(run))
-        finally:                            # the caller may stop listening at any step
-            self.streams.remove(stream)
+        except NotFinite:
             for run in running:
                 self._close(run)
+            self.cache.scrub()
+            raise
+        finally:                            # the caller may stop listening at any step
+            for run in running:
+                self._close(run)
+            self.streams.discard(stream)
 
-    def _arrivals(self, stream: Stream) -> bool:
-        """Take the next request off the source if nobody waits; False once there are no more."""
+    def _next(self, stream: Stream, patient: bool) -> bool:
+        """Whether a request waits; if none does, ask the source. With nothing else to do, give it a moment."""
+        if not stream.waiting and stream.source:
+            try:
+                request = next(stream.source)
+                if request is not None:
+                    self._arrive(stream, request)
+                elif patient:
+                    time.sleep(0.001)
+            except StopIteration:
+                stream.source = None
+        return bool(stream.waiting)
+
+    def _arrive(self, stream: Stream, request: Request) -> None:
         try:
-            while not stream.waiting and (request := next(stream.source)) is not None:
-                self.check(request)
-                stream.waiting.append([stream.arrived, request, None])
-                stream.arrived += 1
-            return True
-        except StopIteration:
-            return False
+            self.check(request)
+        except ValueError as e:
+            raise ValueError(f"request {stream.arrived}: {e}") from None
+        stream.waiting.append([stream.arrived, request, None])
+        stream.arrived += 1
 
     # -- admission ------------------------------------------------------------------------------------------------
 
     def check(self, r: Request) -> None:
-        """ValueError unless the request can be served alone by an otherwise empty cache."""
-        decoding.check(r, self.model.config.vocab, self.model.config.max_len)
-        P = self._prefix_len(r) or 0
-        pages = self._pages(P, len(r.prompt) + r.gen_length) * (2 if r.cfg_scale else 1)
-        total = self.cache.kv.shape[0]
-        if pages >= total:
-            need = self.cache.budget / total * (pages + 1) / 2**20
-            raise ValueError(f"the request needs {need:.1f} MB of cache and the budget is {self.cache.budget / 2**20:.1f} "
-                             f"MB; set cache_mb to {math.ceil(need)} or more")
+        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a list of ints."""
+        r.prompt = check(r, self.model.config.vocab, self.model.config.max_len)
+        pages, hidden = self._pages(r, self._prefix_len(r) or 0)
+        if not self._fits(r, self._prefix_len(r) or 0):
+            need = self.cache.budget_for(pages, hidden) / 2**20
+            raise ValueError(f"the request needs {need:.2f} MB of cache and the budget is {self.cache.budget / 2**20:.2f} "
+                             f"MB; set cache_mb to {math.ceil(need * 100) / 100:g} or more")
 
-    def _pages(self, P: int, T: int) -> int:
-        """All kv pages that a request needs in an otherwise empty cache, its shared prefix included."""
+    def _pages(self, r: Request, P: int) -> tuple[int, int]:
+        """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix included."""
+        T, twice = len(r.prompt) + r.gen_length, 2 if r.cfg_scale else 1
         depth = self._depth(P, T)
-        return self.cache.pages_needed(P, T - P, depth, self._suffix_layers) + self.model.config.layers * (
-            count_pages(P) if depth else 0)
+        shared = count_pages(P) if depth else 0
+        own = self.cache.pages_needed(P, T - P, depth, self._suffix_layers)
+        return twice * (own + self.cache.layers * shared), twice * len(self.cache.boundaries) * shared
+
+    def _fits(self, r: Request, P: int) -> bool:
+        pages, hidden = self._pages(r, P)
+        return pages <= len(self.cache.kv) - 2 and hidden < len(self.cache.hidden)
 
     @property
     def _suffix_layers(self) -> int:
@@ -257,6 +262,9 @@ class Engine:
         depth = depths.lookup(self.table, P, T) if self.depth == "auto" else self.depth
         return max(b for b in (0, *self.cache.boundaries, L) if b <= depth)
 
+    def _refreshes(self, run: Running) -> bool:
+        return run.prefix_len > 0 and run.depth < self.model.config.layers
+
     def _find(self, r: Request) -> int:
         """P of a request that names no prefix: what is stored, or what it has in common with an earlier one, if anything
         of it can be shared and fits beside the request. Raises the count of misses if not."""
@@ -264,7 +272,7 @@ class Engine:
         stored, known = self.cache.find(ids, r.salt), self.repeats.count(ids, r.salt) if self.repeats else 0
         stored = len(stored.ids) if stored else 0
         for P in (known if known >= stored + PAGE or not stored else 0, stored):    # not one more entry for a few ids
-            if self._depth(P, T) and self._pages(P, T) < self.cache.kv.shape[0]:
+            if self._depth(P, T) and self._fits(r, P):
                 return P
         self.cache.misses += 1
         return 0
@@ -275,47 +283,53 @@ class Engine:
         if P is None:
             named = self._prefix_len(r)
             P = item[2] = self._find(r) if named is None else named         # once: a second look would meet itself
-        run = self._open(index, r, r.prompt, P)
-        if run and r.cfg_scale:             # the same canvas behind a prompt of masks, stepped along in the same passes
-            run.shadow = self._open(index, r, [self.model.config.mask_id] * len(r.prompt), P)
-            if run.shadow:
-                run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
-            else:
+        depth, cache = self._depth(P, len(r.prompt) + r.gen_length), self.cache
+        # For guidance a shadow steps along in the same passes: the same canvas behind a prompt of masks.
+        prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)][:2 if r.cfg_scale else 1]
+        entries = [cache.find(prompt[:P], r.salt, P) if depth else None for prompt in prompts]
+        new = sum(depth > 0 and entry is None for entry in entries)
+        own = cache.pages_needed(P, len(r.prompt) + r.gen_length - P, depth, self._suffix_layers)
+        if not cache.make_room(len(prompts) * own + new * count_pages(P) * cache.layers,
+                               new * count_pages(P) * len(cache.boundaries), len(prompts) + new, keep=entries):
+            if alone:
+                raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
+            return None
+        runs = []
+        try:
+            for prompt, entry in zip(prompts, entries):
+                runs.append(self._open(index, r, prompt, P, depth, entry))
+        except BaseException:               # an interrupt, too, must not keep what the first one got
+            for run in runs:
                 self._close(run)
-                run = None
-        if run is None and alone:
-            raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
-        if run and run.depth:
-            self.cache.hits += run.hit
-            self.cache.misses += not run.hit
+            raise
+        run, *shadow = runs
+        if shadow:
+            run.shadow, = shadow
+            run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
+            run.encode_token_layers += run.shadow.encode_token_layers
+        if depth:
+            cache.hits += run.hit
+            cache.misses += not run.hit
         return run
 
-    def _open(self, index: int, r: Request, prompt: list, P: int) -> Running | None:
-        """Give a request its pages, and encode its prefix if it is the first to name it."""
-        L, G, T = self.model.config.layers, r.gen_length, len(prompt) + r.gen_length
-        depth = self._depth(P, T)
-        found = self.cache.find(prompt[:P], r.salt, P) if depth else None
-        entry = found or (self.cache.allocate(prompt[:P], r.salt) if depth else None)
-        if depth and entry is None:
-            return None
-        lease = self.cache.open(entry, P, T - P, depth, self._suffix_layers)
-        if entry and not found:
+    def _open(self, index: int, r: Request, prompt: list, P: int, depth: int, found: Entry | None) -> Running:
+        """Give a request its pages, for which there is room, and encode its prefix if it is the first to name it."""
+        L, G, S = self.model.config.layers, r.gen_length, len(prompt) + r.gen_length - P
+        new = depth > 0 and found is None
+        suffix = torch.full((S,), self.model.config.mask_id)
+        suffix[:S - G] = torch.tensor(prompt[P:])
+        blocks = decoding.plan_blocks(r)
+        entry = self.cache.allocate(prompt[:P], r.salt) if new else found
+        lease = self.cache.open(entry, P, S, depth, self._suffix_layers)
+        if new:
             try:
-                if lease:
-                    self._encode(entry)
-                else:
-                    self.cache.discard(entry)
-            except BaseException:           # an interrupt, too, must not leave half an entry
+                self._encode(entry)
+            except BaseException:           # nor must it leave half an entry
                 self.cache.close(lease)
                 self.cache.discard(entry)
                 raise
-        if lease is None:
-            return None
-        suffix = torch.full((T - P,), self.model.config.mask_id)
-        suffix[:T - P - G] = torch.tensor(prompt[P:])
-        new = entry is not None and not found
-        return Running(index, r, prompt, lease, P, depth, found is not None, suffix, torch.ones(G, dtype=torch.bool),
-                       decoding.plan_blocks(r), (L - 0.5) * P * new)
+        return Running(index, r, prompt, lease, P, depth, found is not None, suffix, torch.ones(G, dtype=torch.bool), blocks,
+                       (L - 0.5) * P * new)
 
     def _close(self, run: Running) -> None:
         for r in (run, run.shadow):
@@ -345,7 +359,7 @@ class Engine:
         """
         groups = {}
         for run in running:
-            due = run.prefix_len and run.depth < self.model.config.layers and run.forwards % self.refresh == 0
+            due = self._refreshes(run) and run.forwards % self.refresh == 0
             whole = self.window == "all" or run.fresh
             groups.setdefault((run.depth if due else None, whole), []).append(run)
         return [(depth, group) for (depth, _), group in groups.items()]
@@ -380,8 +394,9 @@ class Engine:
         rows = torch.zeros(self.bucket(M, 8), dtype=torch.long)
         rows[:M] = torch.cat(active[:len(group)])
         rules = decoding.rules_for([run.request for run in group], [run.forwards for run in group], places, len(rows), c.vocab)
-        if unguided:
-            rules, rows = self._guide(group, rules, rows, active[:len(group)], unguided)
+        if unguided:                        # behind all others, where rules.guide points at them
+            unguided = torch.cat(unguided)
+            rows = torch.cat([rows, unguided, unguided.new_zeros(self.bucket(len(unguided), 8) - len(unguided))])
         batch = Pass(*(t.to(self.device) for t in (ids, *fields, rows)))
 
         prefix = None
@@ -393,23 +408,12 @@ class Engine:
             shared = count_pages(runs[0].prefix_len), min(run.depth for run in runs)
         verdict, _ = self.step(batch, rules.to(self.device), min(pages, cache.table.shape[2]), depth, prefix, (), shared)
         token, *stats = verdict[:, :M].cpu()                                                # the only read from the device
-        self.counts.update(passes=1, host_reads=1, head_rows=M + sum(map(len, unguided)))
-        if not stats[0].isfinite().all():
-            raise ValueError(f"the model gave non-finite logits at step {group[0].forwards} of request {group[0].index}; "
-                             "check its weights, or load it with dtype float32")
+        self.counts.update(passes=1, host_reads=1, head_rows=M + len(unguided))
+        if not (finite := stats[0].isfinite()).all():
+            run = next(run for run, ok in zip(group, finite.split([len(p) for p in places])) if not ok.all())
+            raise NotFinite(f"the model gave non-finite logits at step {run.forwards} of request {run.index}; check its "
+                            "weights, or load it with dtype float32")
         yield from self._commit(group, windows, depth, places, token.long(), stats)
-
-    def _guide(self, group, rules, rows, active, unguided):
-        """Append the shadows' rows to the active ones and tell each row where its unguided logits stand."""
-        at, scale, rest = [], [], len(rows)
-        for run, own in zip(group, active):
-            n = len(own)
-            at.append(torch.arange(n) + (rest if run.shadow else sum(map(len, at))))
-            scale.append(torch.full((n,), run.request.cfg_scale))
-            rest += n if run.shadow else 0
-        pad = len(rows) - sum(map(len, at))
-        at, scale = (torch.cat([*x, x[0].new_zeros(pad)]) for x in (at, scale))
-        return rules._replace(guide=(at, scale)), torch.cat([rows, *unguided])
 
     def _entering(self, group: list, depth: int, B: int, P: int) -> Tensor:
         """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix' end whatever comes."""

@@ -29,7 +29,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run (auto: the GPU if there is one)")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="auto: as stored, float32 where "
         "the processor has no fast bfloat16")
-    add("--compile", action="store_true", help="compile the steps: minutes at first, faster then")
+    add("--compile", action="store_true", help="compile the steps: for GPUs; on a CPU it does not pay")
     add = p.add_argument_group("input").add_argument
     add("--prefix", metavar="TEXT|@FILE", help="the text that all prompts share: the system message of a chat model, else what each "
         "prompt follows directly")
@@ -60,8 +60,8 @@ def parse(argv=None) -> argparse.Namespace:
         "own (default), the rest from the block on, or the block's")
     add("--cache-mb", type=float, help="memory for K/V, allocated at the start (default 256)")
     add("--max-batch", type=int, help="requests that step together at most (default 8)")
-    add("--no-auto-prefix", dest="auto_prefix", action="store_false", default=None, help="share only prefixes that are named, not "
-        "what prompts turn out to have in common")
+    add("--auto-prefix", action=argparse.BooleanOptionalAction, help="share what prompts without a named prefix turn out to "
+        "have in common (default: yes)")
     add("--attention", choices=["auto", "torch", "triton"], help="kernels (auto: triton on a GPU)")
     add("--salt", help="requests with another salt never share a prefix with these")
     add = p.add_argument_group("output").add_argument
@@ -76,7 +76,10 @@ def parse(argv=None) -> argparse.Namespace:
             (args.requests and (args.prompt or args.prefix), "--requests brings its own prompts; leave out --prompt and --prefix"),
             (args.prefix and not args.prompt, "--prefix needs at least one --prompt"),
             (args.depth is not None and not shares, "--depth has an effect only with --cache bicache"),
-            (args.auto_prefix is False and not shares, "--no-auto-prefix has an effect only with --cache bicache"),
+            (args.auto_prefix is not None and not shares, "--auto-prefix has an effect only with --cache bicache"),
+            (args.salt and args.cache in ("none", "intra"), f"--salt has no effect with --cache {args.cache}"),
+            (args.seed and not (args.temperature or args.alg_temp or args.remasking in ("random", "origin")), "--seed has an "
+             "effect only where something is drawn: with --temperature, --alg-temp, or --remasking random or origin"),
             (args.refresh is not None and args.cache in ("none", "naive"), f"--refresh has no effect with --cache {args.cache}"),
             (args.json and (args.trace or args.compare or args.watch), "--json wants standard output for itself; leave it out"),
             (args.watch and not sys.stdout.isatty(), "--watch draws in a terminal, and standard output is none"),
@@ -84,7 +87,7 @@ def parse(argv=None) -> argparse.Namespace:
         if bad:
             raise ValueError(why)
     if args.depth not in (None, "auto"):
-        if not args.depth.isdigit():
+        if not args.depth.isdecimal():
             raise ValueError(f"--depth is {args.depth!r}; it must be auto or a number of layers")
         args.depth = int(args.depth)
     return args
@@ -104,11 +107,11 @@ def read_chats(args) -> list[dict]:
     """What to answer: a list of {"prefix", "prompt"} or {"messages"}."""
     if args.requests:
         chats = []
-        for number, line in enumerate(read_text("@" + args.requests).splitlines(), 1):
+        for number, line in enumerate(read_text("@" + args.requests).rstrip().split("\n"), 1):
             try:
                 chat = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise ValueError(f"line {number} of {args.requests} is no JSON ({e.msg})") from e
+            except (json.JSONDecodeError, RecursionError) as e:
+                raise ValueError(f"line {number} of {args.requests} is no JSON ({e})") from e
             keys = set(chat) if isinstance(chat, dict) else None
             if keys not in ({"prefix", "prompt"}, {"prompt"}, {"messages"}) or not all(
                     isinstance(chat[k], str) for k in keys - {"messages"}):
@@ -198,9 +201,9 @@ def answer(args: argparse.Namespace) -> None:
     engine = Engine.from_folder(args.model, **settings)
     if engine.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer files, and text needs them; use engine.Engine with token ids")
-    config = Path(args.model) / "generation_config.json"
+    config = Path(args.model) / "generation_config.json"        # the hub's file, and its name for what we call gen_length
     if "gen_length" not in options and config.is_file():
-        options["gen_length"] = json.loads(config.read_text()).get("max_new_tokens", Request.gen_length)
+        options["gen_length"] = json.loads(config.read_text()).get("max_new_tokens") or Request.gen_length
     requests = []
     for number, chat in enumerate(chats, 1):
         try:
@@ -219,7 +222,7 @@ def answer(args: argparse.Namespace) -> None:
     bar = tqdm(total=len(requests), unit="answer", leave=False, disable=args.watch or not sys.stderr.isatty())
 
     def spoken(i: int) -> str:
-        question = chats[i].get("prompt") or chats[i]["messages"][-1]["content"]
+        question = chats[i]["prompt"] if "prompt" in chats[i] else chats[i]["messages"][-1]["content"]
         return f"Q  {question}\nA  {engine.tokenizer.decode(results[i].tokens).strip()}\n"
 
     with bar, output:
@@ -256,7 +259,7 @@ def compare(engine, requests: list, results: list, work: float, seconds: float) 
     """Run the requests once more without a cache; print what that took and whether the answers are equal."""
     from engine import Engine
     plain = Engine(engine.model, cache="none", cache_mb=engine.cache.budget / 2**20, max_batch=engine.max_batch,
-                   window=engine.window, tokenizer=engine.tokenizer)
+                   tokenizer=engine.tokenizer)
     start = time.perf_counter()
     others = plain.generate(requests)
     plain_seconds, plain_work = time.perf_counter() - start, sum(r.token_layers for r in others)
@@ -271,8 +274,11 @@ class Lines:
     def __init__(self, path: str | None):
         self.path, self.file = path, None
         if path:
+            self.path = os.path.realpath(path)      # through a link, to what it stands for
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise ValueError(f"--output {path} is no ordinary file; give another name")
             try:
-                self.file = open(path + ".tmp", "wb", buffering=0)      # unbuffered: a line is one write, or none
+                self.file = open(self.path + ".tmp", "wb", buffering=0)     # unbuffered: a line is one write, or none
             except OSError as e:
                 raise ValueError(f"--output {path} cannot be written: {e.strerror}") from e
 
@@ -300,6 +306,9 @@ def main(argv=None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:                 # whoever read standard output has gone: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -98,9 +98,10 @@ def read_config(folder) -> Config:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as e:
         raise ValueError(f"{path} is not valid JSON ({e})") from e
-    family = FAMILIES.get(raw.get("model_type"))
-    if family is None:
-        raise ValueError(f"{path} names model_type {raw.get('model_type')!r}; known are {', '.join(FAMILIES)}")
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"{path} names model_type {kind!r}; known are {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
     values = {field: raw.get(key, family.defaults.get(field)) for field, key in family.keys.items()} | family.fixed
     if "vocab_size" in raw and values["vocab"] is None:
         values["vocab"] = raw["vocab_size"]     # LLaDA's embedding_size may be absent; it then is vocab_size
@@ -109,6 +110,8 @@ def read_config(folder) -> Config:
     missing = [family.keys[field] for field, value in values.items() if value is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
+    if wrong := [f"{family.keys[field]} = {v!r}" for field, v in values.items() if not isinstance(v, (int, float)) or v < 0]:
+        raise ValueError(f"{path} has {', '.join(wrong)}; these must be numbers, or true or false")
     return Config(**values)
 
 
@@ -271,9 +274,12 @@ def _open(path: Path):
 def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
     """What "auto" stands for: the GPU if there is one; the dtype the weights are stored in, but float32 for bfloat16
     weights on a processor that is slow at it. Names become torch objects."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda and torch finds no GPU here; use cpu or auto")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
+    if device.split(":")[0] not in ("cpu", "cuda") or device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device} and torch finds {'it not' if 'cuda' not in device else 'no GPU'} here; use cpu or auto")
+    device, names = torch.device(device), ("float32", "bfloat16", "float16")
+    if dtype not in ("auto", *names, *(getattr(torch, name) for name in names)):
+        raise ValueError(f"dtype is {dtype}; it must be auto, {', '.join(names)}")
     if dtype == "auto":
         with _open(_shards(Path(folder))[0]) as f:
             dtype = next((f.get_slice(key).get_dtype() for key in f.keys()), None)

@@ -18,7 +18,7 @@ from model import Layer, Transformer
 
 
 class Pass(NamedTuple):
-    """What one forward pass reads, all int64. Padded requests and rows are inert: they write to page 0."""
+    """What one forward pass reads, all int64. Padded requests and rows are inert: they write to page 1, never read."""
     ids: Tensor                 # (B, W) window rows: token ids
     first: Tensor               # (B,)   place in the suffix of the first window row
     rows: Tensor                # (B,)   how many window rows are real

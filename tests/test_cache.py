@@ -50,8 +50,8 @@ def test_tables_name_shared_pages_below_the_depth_and_own_pages_above():
     shared, own = cache.table[entry.id], cache.table[lease.id]
     assert torch.equal(own[:depth, :2], shared[:depth, :2])
     private = own[depth:, :2].flatten().tolist() + own[:, 2:4].flatten().tolist()
-    assert sorted(private) == sorted(lease.pages) and not set(private) & set(entry.pages) and 0 not in private
-    assert (own[:, 4:] == 0).all()                                  # the rest is the page of padded rows
+    assert sorted(private) == sorted(lease.pages) and not set(private) & {0, 1, *entry.pages}
+    assert (own[:, 4:-1] == 0).all() and (own[:, -1] == 1).all()    # the zero page, and the page of padded rows
     one = cache.open(entry, P, S, depth, suffix_layers=1)
     assert (cache.table[one.id, :, 2:4] == cache.table[one.id, 0, 2:4]).all()
     assert len(one.pages) == cache.pages_needed(P, S, depth, 1) == (L - depth) * 2 + 2
@@ -60,7 +60,7 @@ def test_tables_name_shared_pages_below_the_depth_and_own_pages_above():
 def test_least_recently_used_unused_entries_go_first():
     """Only entries that no running request points at are evicted, the least recently used first."""
     page = 2 * CONFIG.kv_heads * PAGE * CONFIG.head_dim * 4
-    cache = Cache(CONFIG, (3 * CONFIG.layers + 3) * page)           # room for three one-page prefixes and two pages more
+    cache = Cache(CONFIG, (3 * CONFIG.layers + 5) * page)           # room for three one-page prefixes and two pages more
     a, b, c = (fill(cache, [i]) for i in range(3))
     lease = cache.open(a, 1, 1, CONFIG.layers, 1)
     cache.find([1])                                                 # b is now the most recently used

@@ -123,7 +123,7 @@ def test_private_pages_are_counted_by_depth(model):
     engine = Engine(model, depth=3, cache_mb=8)
     stream = engine.stream([ask()])
     next(stream)
-    pages = engine.cache.kv.shape[0] - 1 - len(engine.cache.free)
+    pages = engine.cache.kv.shape[0] - 2 - len(engine.cache.free)
     assert pages == L * 2 + (L - 3) * 2 + 1
     stream.close()
 

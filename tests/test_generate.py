@@ -78,7 +78,9 @@ def test_trace_and_compare(text_folder):
     (["--watch"], "in a terminal"), (["--trace", "--json"], "leave it out"), (["--remasking", "best"], "remasking is 'best'"),
     (["--model", "/nowhere"], "no model folder"), (["--output", "/nowhere/x"], "--output /nowhere/x cannot be written"),
     (["--cache-mb", "0.1"], "set cache_mb to"), (["--prompt", "@/nowhere"], "/nowhere cannot be read"),
-    (["--device", "cuda"], "torch finds no GPU")])
+    (["--device", "cuda"], "torch finds no GPU"), (["--depth", "²"], "--depth is '²'"), (["--output", "/dev/null"], "no ordinary"),
+    (["--output", "/"], "no ordinary"), (["--seed", "3"], "--seed has an effect only"), (["--cache", "none", "--salt", "x"], "--salt"),
+    (["--cache", "none", "--no-auto-prefix"], "--auto-prefix has"), (["--seed", str(2**40), "--temperature", "1"], "seed is 1099511627776")])
 def test_bad_options(text_folder, args, says, capsys):
     """Exit code 2, one line on standard error that says what to do, nothing on standard output."""
     if "cuda" in args and torch.cuda.is_available():
@@ -96,7 +98,7 @@ def test_bad_option_as_a_process(text_folder):
 
 
 @pytest.mark.parametrize("line, says", [("{", "line 2 of"), ('{"text": 1}', "line 2 of"), ('{"messages": []}', "list of messages"),
-                                        ('{"prefix": 3, "prompt": "x"}', "line 2 of"), ("[]", "line 2 of")])
+                                        ('{"prefix": 3, "prompt": "x"}', "line 2 of"), ("[]", "line 2 of"), ("[" * 100_000, "line 2 of")])
 def test_unreadable_requests(text_folder, tmp_path, line, says, capsys):
     """The line that cannot be used is named, before the model runs."""
     path = tmp_path / "in.jsonl"
@@ -142,7 +144,7 @@ def test_watch_draws_in_a_terminal(text_folder, plain):
         shown += chunk
     assert process.wait() == 0
     shown = shown.decode()
-    assert shown.count("░" * 11) and shown.index("░") < shown.index("Q  Which weights?")
+    assert shown.count("░") >= 11 and shown.index("░") < shown.index("Q  Which weights?")
     assert all(f"A  {answer['text']}" in shown.replace("\r", "") for answer in plain)
 
 
@@ -151,3 +153,29 @@ def read(terminal):
         return os.read(terminal, 4096)
     except OSError:                         # how Linux says that the other side is closed
         return b""
+
+
+def test_line_separators_inside_a_text(text_folder, tmp_path, capsys):
+    """Symptom: a JSON string that holds U+2028 raw is cut there. Only newlines end a line."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
+    assert generate.main(["--model", str(text_folder), "--requests", str(path), "--gen-length", "2", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_an_empty_prompt_and_a_link_as_output(text_folder, tmp_path, capsys):
+    """An empty prompt is a prompt where a template surrounds it; the output goes to what a link stands for."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert generate.main(["--model", str(text_folder), "--prompt", "", "--gen-length", "2", "--output", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink() and len((tmp_path / "target").read_text().splitlines()) == 1
+    capsys.readouterr()
+
+
+def test_a_closed_pipe_ends_quietly(text_folder):
+    """Symptom: `generate.py --json | head -1` ends in a traceback."""
+    many = [x for i in range(30) for x in ("--prompt", str(i))]
+    process = subprocess.Popen([sys.executable, ROOT / "generate.py", "--model", text_folder, *many, "--json", "--gen-length", "20",
+                                "--max-batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 1 and process.stderr.read() == ""

@@ -1,0 +1,159 @@
+"""What goes into the engine and what comes out: `Request`, `Result`, `Event`, and the check of a request.
+
+    Request(prompt=[...ids...], prefix_len=40, gen_length=32, block_length=8, threshold=0.9)
+
+A request that passes `check` can be decoded by any model of that vocabulary and length; whether the cache has room for it is
+the engine's question. Every refusal is a ValueError that names the value, the limit and the remedy (tests/test_errors.py).
+"""
+import operator
+from dataclasses import dataclass
+
+# name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream at the drawing temperature.
+REMASKING = {
+    "low_confidence": ("probability", False),       # LLaDA: keep the most confident, remask the rest
+    "random": ("random", False),
+    "maskgit_plus": ("probability", True),          # Dream's names from here on
+    "entropy": ("entropy", True),
+    "topk_margin": ("margin", True),
+    "origin": ("random", True),                     # each row by itself, with probability 1 - s/t
+}
+
+
+@dataclass
+class Request:
+    """One prompt to complete. Lengths are in tokens.
+
+    prefix_len: how many leading ids are shared with other requests; None takes the longest stored prefix, if any. At
+    least one prompt token is left outside the prefix. steps counts the whole request; steps and threshold exclude each
+    other, neither means one token a step. block_length None: one block. temperature 0 is arg-max. salt separates
+    tenants: a prefix is found only under the salt it was stored with.
+
+    eps: Dream's schedule, timesteps linear from 1 to eps over `steps`, int(masks * (1 - s/t)) tokens each. alg_temp: draw
+    the rows to commit instead of taking the best (Dream). top_p, top_k: draw from a part of the vocabulary. cfg_scale:
+    guidance away from the answer to an all-mask prompt. logits_eos_inf: EOS is never chosen. confidence_eos_eot_inf: EOS
+    and end-of-turn are committed last (both: LLaDA, appendix B.4).
+    """
+    prompt: list                # token ids: any sequence of ints, made a list when the request is checked
+    prefix_len: int | None = None
+    gen_length: int = 128
+    steps: int | None = None
+    block_length: int | None = None
+    threshold: float | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    remasking: str = "low_confidence"
+    stop_at_eos: bool = True
+    salt: str = ""
+    eps: float | None = None
+    alg_temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    cfg_scale: float = 0.0
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+
+
+@dataclass
+class Result:
+    """What a request came to. token_layers counts its denoising (DESIGN section 8); what the encoding of a new prefix
+    cost stands apart in encode_token_layers and is 0 on a hit."""
+    tokens: list                # without the EOS and what follows it
+    finish_reason: str          # "eos", "length" or "cancelled"
+    forwards: int
+    refreshes: int
+    prefix_tokens: int
+    depth: int
+    hit: bool
+    token_layers: float
+    encode_token_layers: float
+
+
+@dataclass
+class Event:
+    """One step of one request: what was computed and what was committed; `result` on the last one.
+
+    computed: rows [lo, hi) of the suffix. refresh: the deep layers computed the prefix rows as well. committed: pairs
+    (place in the generated region, token).
+    """
+    index: int                  # of the request in the list
+    step: int
+    refresh: bool
+    computed: tuple
+    committed: list
+    prefix_tokens: int
+    depth: int
+    result: Result | None = None
+
+
+def _whole(name: str, value) -> int:
+    """`value` as an int; ValueError for True, 2.0 and "2"."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} is {value!r}; it must be a whole number")
+
+
+def check(r: Request, vocab: int, max_len: int) -> list[int]:
+    """The prompt's ids as ints. ValueError with the value, the limit and the remedy, unless the request can be decoded."""
+    if not isinstance(r, Request):
+        raise ValueError(f"{r!r} is no Request")
+    try:
+        ids = [_whole("a token of the prompt", t) for t in ([] if isinstance(r.prompt, str) else r.prompt)]
+    except TypeError:
+        raise ValueError(f"the prompt is {r.prompt!r}; it must be a list of token ids") from None
+    for name in ("prefix_len", "gen_length", "steps", "block_length", "seed", "top_k"):
+        if getattr(r, name) is not None or name in ("gen_length", "seed"):
+            _whole(name, getattr(r, name))
+    for name in ("threshold", "temperature", "eps", "alg_temp", "top_p", "cfg_scale"):
+        value = getattr(r, name)
+        if not (isinstance(value, (int, float)) and not isinstance(value, bool) or value is None and name in ("threshold", "eps")):
+            raise ValueError(f"{name} is {value!r}; it must be a number")
+    if not isinstance(r.salt, str):
+        raise ValueError(f"salt is {r.salt!r}; it must be a text")
+    n, G = len(ids), r.gen_length
+    if not n:
+        raise ValueError("the prompt is empty; give at least one token id")
+    if bad := [t for t in ids if not 0 <= t < vocab]:
+        raise ValueError(f"the prompt holds token id {bad[0]}; ids run from 0 to {vocab - 1}")
+    if G < 1:
+        raise ValueError(f"gen_length is {G}; it must be at least 1")
+    if n + G > max_len:
+        raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens and the model takes {max_len}; shorten one")
+    if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
+        raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at most that many")
+    if not 0 <= r.seed < 2**32:
+        raise ValueError(f"seed is {r.seed}; it must be from 0 to 2**32 - 1")
+    block = G if r.block_length is None else r.block_length
+    if not 1 <= block <= G:
+        raise ValueError(f"block_length is {block}; it must be from 1 to gen_length ({G})")
+    blocks = -(-G // block)
+    if r.steps is not None and r.threshold is not None:
+        raise ValueError(f"steps ({r.steps}) and threshold ({r.threshold}) exclude each other; give one")
+    if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
+        raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), from {blocks} to "
+                         f"gen_length ({G}), so that each step commits a token")
+    if r.threshold is not None and not 0 < r.threshold <= 1:
+        raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
+    if r.remasking not in REMASKING:
+        raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
+    if r.threshold is not None and REMASKING[r.remasking][0] != "probability":
+        raise ValueError(f"threshold compares probabilities and remasking {r.remasking!r} has none; give steps instead")
+    for name in ("temperature", "alg_temp", "cfg_scale"):
+        if getattr(r, name) and not 1e-4 <= getattr(r, name) <= 1e4:    # beyond, float32 has no room for the scores
+            raise ValueError(f"{name} is {getattr(r, name)}; it must be 0 (off), or from 0.0001 to 10000")
+    if r.alg_temp and (r.threshold is not None or REMASKING[r.remasking][0] == "random"):
+        raise ValueError("alg_temp draws the rows to commit by their scores; it has no effect with a threshold or with "
+                         f"remasking {r.remasking!r}: leave it at 0")
+    if not 0 < r.top_p <= 1:
+        raise ValueError(f"top_p is {r.top_p}; it must be above 0 and at most 1")
+    if r.top_k is not None and not 1 <= r.top_k <= vocab:
+        raise ValueError(f"top_k is {r.top_k}; it must be from 1 to the vocabulary's size ({vocab})")
+    if r.eps is not None and not 0 < r.eps < 1:
+        raise ValueError(f"eps is {r.eps}; it must be between 0 and 1")
+    if r.remasking == "origin" and r.eps is None:
+        raise ValueError("remasking 'origin' follows Dream's schedule; give eps (Dream uses 0.001)")
+    if r.eps is not None and (r.threshold is not None or block < G):
+        raise ValueError("eps sets Dream's schedule over the whole answer; it goes with neither threshold nor block_length")
+    return ids
