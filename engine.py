@@ -18,7 +18,6 @@ import math
 import time
 import weakref
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,10 +25,10 @@ from torch import Tensor
 import decoding
 import depth as depths
 import kernels
-from cache import PAGE, Cache, Entry, Lease, Repeats, count_pages
+from cache import PAGE, Cache, Entry, Repeats, count_pages
 from decoding import Rules
 from model import Transformer, fingerprint, load
-from request import Event, Request, Result, check
+from request import Event, Request, Result, Running, Stream, check, whole
 from step import Pass, Step, bucket
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
@@ -38,47 +37,6 @@ WINDOWS = ("all", "rest", "block")
 
 class NotFinite(ValueError):
     """The model gave NaN or infinity, and has written some into its pages."""
-
-
-@dataclass(eq=False)
-class Running:
-    """A request on its way: its canvas behind the prefix, and where it stands."""
-    index: int
-    request: Request
-    prompt: list
-    lease: Lease | None
-    prefix_len: int
-    depth: int
-    hit: bool
-    suffix: Tensor                          # (S,) ids, MASK where undecided
-    masked: Tensor                          # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
-    blocks: deque                           # of decoding.Block, the present one first
-    encode_token_layers: float
-    token_layers: float = 0
-    forwards: int = 0
-    refreshes: int = 0
-    cancelled: bool = False
-    shadow: "Running | None" = None         # for guidance: the same answer behind an all-mask prompt
-
-    @property
-    def own(self) -> int:
-        """U: prompt tokens outside the prefix."""
-        return len(self.suffix) - len(self.masked)
-
-    @property
-    def fresh(self) -> bool:
-        """The next step is the first of its block."""
-        return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
-
-
-@dataclass(eq=False)
-class Stream:
-    """The requests of one call of `stream`: those that wait, as [index, request or None if cancelled, P or None], those
-    that run, and those still to come."""
-    waiting: deque
-    source: object = iter(())
-    running: list = field(default_factory=list)
-    arrived: int = 0
 
 
 class Engine:
@@ -97,9 +55,9 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= c.layers):
             raise ValueError(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {c.layers}")
-        for name, value, kind in (("refresh", refresh, "integer"), ("max_batch", max_batch, "integer"), ("cache_mb", cache_mb, "number")):
-            if not 0 < value < math.inf or kind == "integer" and value != int(value):
-                raise ValueError(f"{name} is {value}; it must be a positive {kind}")
+        for name, value in (("refresh", refresh), ("max_batch", max_batch), ("cache_mb", cache_mb)):
+            if not isinstance(value, (int, float)) or not 0 < (value if name == "cache_mb" else whole(name, value)) < 2**40:
+                raise ValueError(f"{name} is {value!r}; it must be a positive number")
         self.model, self.mode, self.depth, self.table, self.tokenizer = model, cache, depth, table, tokenizer
         self.window, self.max_batch, self.device = window, max_batch, weight.device
         self.refresh = refresh if cache in ("intra", "bicache") else 1      # the others have nothing to refresh
@@ -406,7 +364,7 @@ class Engine:
         entries, shared = {id(run.lease.entry) for run in runs}, (0, 0)
         if len(runs) > 1 and len(entries) == 1 and self.bucket is not bucket:       # in a graph it would be one more shape
             shared = count_pages(runs[0].prefix_len), min(run.depth for run in runs)
-        verdict, _ = self.step(batch, rules.to(self.device), min(pages, cache.table.shape[2]), depth, prefix, (), shared)
+        verdict, _ = self.step(batch, rules.to(self.device), min(pages, cache.table.shape[2] - 1), depth, prefix, (), shared)
         token, *stats = verdict[:, :M].cpu()                                                # the only read from the device
         self.counts.update(passes=1, host_reads=1, head_rows=M + len(unguided))
         if not (finite := stats[0].isfinite()).all():

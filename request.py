@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: `Request`, `Result`, `Event`, and the check of a request.
+"""A request from its coming to its end: `Request`, its `check`, `Running`, and the `Event` and `Result` that come out.
 
     Request(prompt=[...ids...], prefix_len=40, gen_length=32, block_length=8, threshold=0.9)
 
@@ -6,7 +6,12 @@ A request that passes `check` can be decoded by any model of that vocabulary and
 the engine's question. Every refusal is a ValueError that names the value, the limit and the remedy (tests/test_errors.py).
 """
 import operator
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from cache import Lease
 
 # name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream at the drawing temperature.
 REMASKING = {
@@ -85,7 +90,48 @@ class Event:
     result: Result | None = None
 
 
-def _whole(name: str, value) -> int:
+@dataclass(eq=False)
+class Running:
+    """A request on its way: its canvas behind the prefix, and where it stands."""
+    index: int
+    request: Request
+    prompt: list
+    lease: Lease | None
+    prefix_len: int
+    depth: int
+    hit: bool
+    suffix: Tensor                          # (S,) ids, MASK where undecided
+    masked: Tensor                          # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
+    blocks: deque                           # of decoding.Block, the present one first
+    encode_token_layers: float
+    token_layers: float = 0
+    forwards: int = 0
+    refreshes: int = 0
+    cancelled: bool = False
+    shadow: "Running | None" = None         # for guidance: the same answer behind an all-mask prompt
+
+    @property
+    def own(self) -> int:
+        """U: prompt tokens outside the prefix."""
+        return len(self.suffix) - len(self.masked)
+
+    @property
+    def fresh(self) -> bool:
+        """The next step is the first of its block."""
+        return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
+
+
+@dataclass(eq=False)
+class Stream:
+    """The requests of one call of `stream`: those that wait, as [index, request or None if cancelled, P or None], those
+    that run, and those still to come."""
+    waiting: deque
+    source: object = iter(())
+    running: list = field(default_factory=list)
+    arrived: int = 0
+
+
+def whole(name: str, value) -> int:
     """`value` as an int; ValueError for True, 2.0 and "2"."""
     try:
         if not isinstance(value, bool):
@@ -100,12 +146,12 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
     if not isinstance(r, Request):
         raise ValueError(f"{r!r} is no Request")
     try:
-        ids = [_whole("a token of the prompt", t) for t in ([] if isinstance(r.prompt, str) else r.prompt)]
+        ids = [whole("a token of the prompt", t) for t in ([] if isinstance(r.prompt, str) else r.prompt)]
     except TypeError:
         raise ValueError(f"the prompt is {r.prompt!r}; it must be a list of token ids") from None
     for name in ("prefix_len", "gen_length", "steps", "block_length", "seed", "top_k"):
         if getattr(r, name) is not None or name in ("gen_length", "seed"):
-            _whole(name, getattr(r, name))
+            whole(name, getattr(r, name))
     for name in ("threshold", "temperature", "eps", "alg_temp", "top_p", "cfg_scale"):
         value = getattr(r, name)
         if not (isinstance(value, (int, float)) and not isinstance(value, bool) or value is None and name in ("threshold", "eps")):

@@ -79,7 +79,9 @@ def test_bad_request(llada, bad, says, monkeypatch):
 @pytest.mark.parametrize("bad, says", [
     (dict(cache="full"), "cache is 'full'"), (dict(window="some"), "window is 'some'"), (dict(depth=5), "depth is 5"),
     (dict(depth=-1), "depth is -1"), (dict(depth="deep"), "depth is 'deep'"), (dict(refresh=0), "refresh is 0"),
-    (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"), (dict(cache_mb=0), "cache_mb is 0")])
+    (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"), (dict(cache_mb=0), "cache_mb is 0"),
+    (dict(refresh="16"), "refresh is '16'"), (dict(max_batch=True), "max_batch is True"), (dict(cache_mb="big"), "cache_mb is 'big'"),
+    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0.")])
 def test_bad_engine(llada, bad, says):
     with pytest.raises(ValueError, match=says):
         Engine(llada, **bad)
