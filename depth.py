@@ -228,8 +228,7 @@ def read(path: Path, tokenizer, length: int):
     with open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1) if path.suffix == ".jsonl" else ():
             try:
-                r = json.loads(line)
-                yield tokenizer.chat(r["messages"]) if "messages" in r else tokenizer.split(r["prefix"], r["prompt"])
+                yield tokenizer.render(json.loads(line))
             except (ValueError, KeyError, TypeError) as e:
                 raise ValueError(f'line {number} of {path} is no request with "messages", or "prefix" and "prompt": {e!r}') from e
         while lines := f.readlines(2**16):

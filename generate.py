@@ -27,22 +27,19 @@ def parse(argv=None) -> argparse.Namespace:
     add = p.add_argument_group("model").add_argument
     add("--model", metavar="DIR", default=str(HERE / "checkpoints" / "tiny"), help="model folder (default: the embedded one)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to run (auto: the GPU if there is one)")
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="auto: as stored, float32 where "
-        "the processor has no fast bfloat16")
-    add("--compile", action="store_true", help="compile the steps: for GPUs; on a CPU it does not pay")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="auto: as stored, where that is fast")
+    add("--compile", action="store_true", help="compile the steps: for GPUs, on a CPU it does not pay")
     add = p.add_argument_group("input").add_argument
-    add("--prefix", metavar="TEXT|@FILE", help="the text that all prompts share: the system message of a chat model, else what each "
-        "prompt follows directly")
+    add("--prefix", metavar="TEXT|@FILE", help="the text that all prompts share: a chat's system message, else what they follow on")
     add("--prompt", metavar="TEXT|@FILE", action="append", help="one request; give it as often as you like")
     add("--requests", metavar="FILE.jsonl", help='a request a line: {"prefix": ..., "prompt": ...} or {"messages": [...]}')
     add = p.add_argument_group("decoding").add_argument
-    add("--gen-length", type=int, help="tokens to generate at most (default: max_new_tokens of the model's "
-        "generation_config.json, else 128)")
+    add("--gen-length", type=int, help="tokens to generate at most (max_new_tokens of generation_config.json, else 128)")
     add("--steps", type=int, help="forward passes for the whole answer (default: one a token)")
-    add("--block-length", type=int, help="decide the answer in blocks of this many tokens, in order (default: one block)")
+    add("--block-length", type=int, help="decide the answer in blocks of so many tokens, in order (default: one block)")
     add("--threshold", type=float, help="commit all tokens above this probability, at least one a step; instead of --steps")
     add("--temperature", type=float, help="0 (default) takes the likeliest token, above draws")
-    add("--remasking", help="how to rank tokens: low_confidence (default), random, maskgit_plus, entropy, topk_margin, origin")
+    add("--remasking", help="low_confidence (default), random, maskgit_plus, entropy, topk_margin or origin")
     add("--seed", type=int, help="of the draws (default 0)")
     add("--no-eos", dest="stop_at_eos", action="store_false", default=None, help="do not stop at the end-of-text token")
     add("--eps", type=float, help="Dream's schedule: timesteps linear from 1 to EPS (Dream uses 0.001)")
@@ -56,12 +53,11 @@ def parse(argv=None) -> argparse.Namespace:
     add("--cache", choices=["bicache", "none", "naive", "intra"], help="what is reused (default bicache)")
     add("--depth", help="layers whose shared K/V are reused, or auto (default): from the model's table by prefix ratio")
     add("--refresh", type=int, help="steps between recomputations of the prefix above the depth (default 16)")
-    add("--window", choices=["all", "rest", "block"], help="rows recomputed after a block's first step: all of the request's "
-        "own (default), the rest from the block on, or the block's")
+    add("--window", choices=["all", "rest", "block"], help="rows computed after a block's first step: all of the request's own "
+        "(default), the rest from the block on, or the block's")
     add("--cache-mb", type=float, help="memory for K/V, allocated at the start (default 256)")
     add("--max-batch", type=int, help="requests that step together at most (default 8)")
-    add("--auto-prefix", action=argparse.BooleanOptionalAction, help="share what prompts without a named prefix turn out to "
-        "have in common (default: yes)")
+    add("--auto-prefix", action=argparse.BooleanOptionalAction, help="share what prompts turn out to have in common (default)")
     add("--attention", choices=["auto", "torch", "triton"], help="kernels (auto: triton on a GPU)")
     add("--salt", help="requests with another salt never share a prefix with these")
     add = p.add_argument_group("output").add_argument
@@ -78,8 +74,8 @@ def parse(argv=None) -> argparse.Namespace:
             (args.depth is not None and not shares, "--depth has an effect only with --cache bicache"),
             (args.auto_prefix is not None and not shares, "--auto-prefix has an effect only with --cache bicache"),
             (args.salt and args.cache in ("none", "intra"), f"--salt has no effect with --cache {args.cache}"),
-            (args.seed and not (args.temperature or args.alg_temp or args.remasking in ("random", "origin")), "--seed has an "
-             "effect only where something is drawn: with --temperature, --alg-temp, or --remasking random or origin"),
+            (args.seed and not (args.temperature or args.alg_temp or args.remasking in ("random", "origin")),
+             "--seed has an effect only with --temperature, --alg-temp, or --remasking random or origin"),
             (args.refresh is not None and args.cache in ("none", "naive"), f"--refresh has no effect with --cache {args.cache}"),
             (args.json and (args.trace or args.compare or args.watch), "--json wants standard output for itself; leave it out"),
             (args.watch and not sys.stdout.isatty(), "--watch draws in a terminal, and standard output is none"),
@@ -123,23 +119,15 @@ def read_chats(args) -> list[dict]:
         prefix = {"prefix": read_text(args.prefix).strip()} if args.prefix else {}
         return [{**prefix, "prompt": read_text(p).strip()} for p in args.prompt]
     examples = HERE / "examples"
-    document = (examples / "staff.txt").read_text().strip()
-    return [{"prefix": document, "prompt": q} for q in (examples / "questions.txt").read_text().strip().split("\n")]
+    document, questions = ((examples / name).read_text().strip() for name in ("staff.txt", "questions.txt"))
+    return [{"prefix": document, "prompt": question} for question in questions.split("\n")]
 
 
 def to_request(chat: dict, tokenizer, options: dict):
-    """A chat or a prefix and a prompt as a `Request`: through the chat template where the model has one."""
+    """A chat, or a prefix and a prompt, as a `Request`; what stands before the last question is its prefix, if anything does."""
     from engine import Request
-    if "messages" not in chat and tokenizer.has_chat:
-        system = [{"role": "system", "content": chat["prefix"]}] if "prefix" in chat else []
-        chat = {"messages": [*system, {"role": "user", "content": chat["prompt"]}]}
-    if "messages" in chat:
-        ids, length = tokenizer.chat(chat["messages"])
-        named = len(chat["messages"]) > 1
-    else:
-        ids, length = tokenizer.split(chat.get("prefix", ""), chat["prompt"])
-        named = "prefix" in chat
-    return Request(ids, prefix_len=length if named else None, **options)
+    ids, length = tokenizer.render(chat)
+    return Request(ids, prefix_len=length if "prefix" in chat or len(chat.get("messages", ())) > 1 else None, **options)
 
 
 def trace_map(events: list, layers: int) -> str:
@@ -179,26 +167,26 @@ class Watch:
 
 
 def table(results: list, totals: list[int]) -> str:
-    lines = ["request  prefix  ratio  depth  cache  refreshes  steps  generated"]
-    for i, (r, total) in enumerate(zip(results, totals)):
-        state = "hit" if r.hit else "miss" if r.depth else "-"
-        lines.append(f"{i + 1:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {state:>5}  {r.refreshes:9}"
-                     f"  {r.forwards:5}  {len(r.tokens):9}")
-    return "\n".join(lines)
+    """A line for each result; `totals` are the lengths of the canvases."""
+    head = "request  prefix  ratio  depth  cache  refreshes  steps  generated"
+    return "\n".join([head, *(
+        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.depth else '-':>5}"
+        f"  {r.refreshes:9}  {r.forwards:5}  {len(r.tokens):9}" for i, (r, total) in enumerate(zip(results, totals), 1))])
 
 
 def answer(args: argparse.Namespace) -> None:
     """Load, run, print: everything between the command line and the exit code."""
     chats = read_chats(args)
+    import torch
     from tqdm import tqdm
-    from engine import Engine, Request      # torch comes in here: --help and a bad option do not wait for it
+    from engine import Engine, Request      # all this only now: --help and a bad option do not wait for torch
     warnings.showwarning = lambda message, *_: print(f"generate.py: {message}", file=sys.stderr)
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {f.name: given[f.name] for f in fields(Request) if f.name in given and f.name != "prompt"}
-    names = ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "attention")
-    settings = {name: given[name] for name in names if name in given}
-    settings |= dict(device=args.device, dtype=args.dtype, compile=args.compile)
-    engine = Engine.from_folder(args.model, **settings)
+    names = ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "attention", "device", "dtype", "compile")
+    engine = Engine.from_folder(args.model, **{name: given[name] for name in names if name in given})
+    if sum(p.numel() for p in engine.model.parameters()) < 2e7:
+        torch.set_num_threads(1)            # so small a model waits for a second thread more than that does for it
     if engine.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer files, and text needs them; use engine.Engine with token ids")
     config = Path(args.model) / "generation_config.json"        # the hub's file, and its name for what we call gen_length
@@ -212,10 +200,8 @@ def answer(args: argparse.Namespace) -> None:
             raise ValueError(f"line {number} of {args.requests}: {e}" if args.requests else str(e)) from None
     stream, output = engine.stream(requests), Lines(args.output)    # refuse bad input, before anything runs or is printed
 
-    demo = not (args.prompt or args.requests)
-    say = (lambda *a: None) if args.json else print
-    c = engine.model.config
-    say(f"{args.model}: {c.layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
+    say, layers = (lambda *a: None) if args.json else print, engine.model.config.layers
+    say(f"{args.model}: {layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
         f"{str(engine.model.embed.weight.dtype)[6:]} on {engine.device}, cache {engine.mode}\n")
     results, events, shown, seconds = [None] * len(requests), [[] for _ in requests], 0, time.perf_counter()
     watch = Watch(engine.tokenizer.decode) if args.watch else None
@@ -246,12 +232,12 @@ def answer(args: argparse.Namespace) -> None:
         say("\n" + "\n".join(map(spoken, range(len(results)))))
     seconds = time.perf_counter() - seconds
     if args.trace:
-        for i, seen in enumerate(events):
-            say(f"request {i + 1}: {len(seen)} steps, from left to right\n{trace_map(seen, c.layers)}\n")
+        for i, seen in enumerate(events, 1):
+            say(f"request {i}: {len(seen)} steps, from left to right\n{trace_map(seen, layers)}\n")
     say(table(results, [len(r.prompt) + r.gen_length for r in requests]))
     work = sum(r.token_layers + r.encode_token_layers for r in results)
     say(f"\n{engine.mode:8} {work:12,.0f} token-layers  {seconds:6.2f} s")
-    if args.compare or demo and not args.json and engine.mode != "none":
+    if args.compare or not (args.prompt or args.requests or args.json or engine.mode == "none"):      # the examples: always
         compare(engine, requests, results, work, seconds)
 
 

@@ -97,6 +97,16 @@ class Tokenizer:
         """Ids of `text` as ordinary text: no BOS, and the spelling of a special token never becomes that token."""
         return [i for i, _, _ in self._plain(text)]
 
+    def render(self, request):
+        """(ids, prefix_len) of {"messages": [...]}, or of {"prefix", "prompt"} (the first may be absent): as system and user
+        message where there is a chat template, else as one running text."""
+        if "messages" in request:
+            return self.chat(request["messages"])
+        if not self.has_chat:
+            return self.split(request.get("prefix", ""), request["prompt"])
+        system = [{"role": "system", "content": request["prefix"]}] if "prefix" in request else []
+        return self.chat([*system, {"role": "user", "content": request["prompt"]}])
+
     def split(self, prefix, rest):
         """(ids, prefix_len) of prefix + rest as one text; prefix_len counts the leading tokens that end within `prefix`."""
         return _ids(self._plain(prefix + rest), len(prefix))

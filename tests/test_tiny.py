@@ -1,0 +1,59 @@
+"""The embedded checkpoint does its job: it reads staff lists that it has never seen, with and without a cache."""
+import json
+import random
+import sys
+
+import pytest
+from conftest import ROOT
+
+import generate
+from engine import Engine, Request
+
+sys.path.insert(0, str(ROOT / "tools"))
+from staff import sample            # noqa: E402
+
+TINY = ROOT / "checkpoints" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def questions():
+    """Two lookups, a reverse and a two-hop question about each of ten held-out documents of 3 to 30 people."""
+    rng, asked = random.Random("held out for the tests"), []
+    for people in range(3, 31, 3):
+        text, qa = sample(rng, people)
+        for kind, n in (("lookup", 2), ("reverse", 1), ("two_hop", 1)):
+            asked += [(kind, text, question, answer) for k, question, answer in qa if k == kind][:n]
+    return asked
+
+
+@pytest.mark.parametrize("cache", ["none", "bicache"])
+def test_held_out_documents(questions, cache):
+    """Lookups are right in at least 18 of 20 cases, and nine of ten of the others; metrics.json has the figures over more."""
+    engine = Engine.from_folder(TINY, cache=cache, max_batch=10)
+    requests = []
+    for _, text, question, _ in questions:
+        ids, prefix_len = engine.tokenizer.render({"prefix": text, "prompt": question})
+        requests.append(Request(ids, prefix_len=prefix_len, gen_length=24))
+    right = {"lookup": [], "reverse": [], "two_hop": []}
+    for (kind, _, _, answer), result in zip(questions, engine.generate(requests)):
+        right[kind].append(engine.tokenizer.decode(result.tokens).strip() == answer)
+        assert (result.depth > 0) == (cache == "bicache")
+    assert sum(right["lookup"]) >= 18 and sum(right["reverse"] + right["two_hop"]) >= 17, right
+
+
+def test_the_examples_run_without_options(capsys):
+    """`python generate.py`: each question with its answer, the table, a miss and then hits, and the answers without a cache."""
+    assert generate.main([]) == 0
+    out = capsys.readouterr().out
+    asked = (ROOT / "examples" / "questions.txt").read_text().strip().split("\n")
+    assert len(asked) >= 6 and all(f"Q  {question}\nA  " in out for question in asked)
+    table = out[out.index("request  prefix"):].split("\n")[1:len(asked) + 1]
+    assert [row.split()[4] for row in table] == ["miss"] + ["hit"] * (len(asked) - 1)
+    assert "times less work" in out and f"{len(asked)} answers equal" in out
+
+
+def test_size_and_provenance():
+    """At most 12 MB, a depth table of its own, and the measured figures beside the weights."""
+    assert sum(f.stat().st_size for f in TINY.iterdir()) <= 12e6
+    assert json.loads((TINY / "depth.json").read_text())["layers"] >= 8
+    assert json.loads((TINY / "metrics.json").read_text())["exact_match"]["lookup"]["n"] >= 100
