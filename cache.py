@@ -1,8 +1,8 @@
 """The flat cache: all K and V in one tensor of pages, shared prefixes in it, found again by their token ids.
 
 `kv: (pages, 2, K, page, D)` holds K (after RoPE) and V; a page is 64 consecutive tokens of one layer. `table[id, layer]`
-lists the pages that a *prefix id* reads in a layer, and that is all the indirection there is (BiCache section "flat KV
-cache"; DESIGN section 4). A shared prefix owns pages in all layers, written once. A running request has a private id:
+lists the pages that a *prefix id* reads in a layer, and that is all the indirection there is (the paper's flat KV
+cache). A shared prefix owns pages in all layers, written once. A running request has a private id:
 below its depth the table names the shared pages, from there up pages of its own; behind the prefix come the pages of its
 suffix, so that a forward pass knows one id per request and nothing about sharing.
 

@@ -60,7 +60,7 @@ class Request:
 
 @dataclass
 class Result:
-    """What a request came to. token_layers counts its denoising (DESIGN section 8); what the encoding of a new prefix
+    """What a request came to. token_layers counts its denoising (README, Cost); what the encoding of a new prefix
     cost stands apart in encode_token_layers and is 0 on a hit."""
     tokens: list                # without the EOS and what follows it
     finish_reason: str          # "eos", "length" or "cancelled"
