@@ -268,6 +268,7 @@ def run(a):
 
 
 def main():
+    """The command line; exit code 2 for bad input, 130 for an interrupt."""
     parser = argparse.ArgumentParser(description="Measure the safe depth of a model: writes depth.json, prints a map.")
     parser.error = lambda message: parser.exit(2, f"depth.py: {message}\n")
     option, default = parser.add_argument, profile.__kwdefaults__

@@ -66,7 +66,8 @@ class Engine:
         boundaries = range(interval, c.layers, interval) if cache == "bicache" else ()
         self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
         self.repeats = Repeats() if auto_prefix and cache == "bicache" else None
-        self.step = Step(model, self.cache.kv, self.cache.table, kernels.choose(weight.device, attention), compile)
+        self.attention = kernels.choose(weight.device, attention)
+        self.step = Step(model, self.cache.kv, self.cache.table, self.attention, compile)
         self.bucket = bucket if compile else lambda n, least: n
         self.streams, self.counts = weakref.WeakSet(), Counter()       # passes, host_reads, head_rows, encoded_prefixes
 

@@ -202,7 +202,7 @@ def answer(args: argparse.Namespace) -> None:
 
     say, layers = (lambda *a: None) if args.json else print, engine.model.config.layers
     say(f"{args.model}: {layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
-        f"{str(engine.model.embed.weight.dtype)[6:]} on {engine.device}, cache {engine.mode}\n")
+        f"{str(engine.model.embed.weight.dtype)[6:]} on {engine.device}, {engine.attention} kernels, cache {engine.mode}\n")
     results, events, shown, seconds = [None] * len(requests), [[] for _ in requests], 0, time.perf_counter()
     watch = Watch(engine.tokenizer.decode) if args.watch else None
     bar = tqdm(total=len(requests), unit="answer", leave=False, disable=args.watch or not sys.stderr.isatty())
@@ -237,7 +237,7 @@ def answer(args: argparse.Namespace) -> None:
     say(table(results, [len(r.prompt) + r.gen_length for r in requests]))
     work = sum(r.token_layers + r.encode_token_layers for r in results)
     say(f"\n{engine.mode:8} {work:12,.0f} token-layers  {seconds:6.2f} s")
-    if args.compare or not (args.prompt or args.requests or args.json or engine.mode == "none"):      # the examples: always
+    if args.compare or not (args.prompt or args.requests or args.json or engine.mode == "none"):    # the examples: always
         compare(engine, requests, results, work, seconds)
 
 

@@ -103,10 +103,9 @@ def read_config(folder) -> Config:
         raise ValueError(f"{path} names model_type {kind!r}; known are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     values = {field: raw.get(key, family.defaults.get(field)) for field, key in family.keys.items()} | family.fixed
-    if "vocab_size" in raw and values["vocab"] is None:
-        values["vocab"] = raw["vocab_size"]     # LLaDA's embedding_size may be absent; it then is vocab_size
-    if values["kv_heads"] is None:
-        values["kv_heads"] = values["heads"]
+    if values["vocab"] is None:
+        values["vocab"] = raw.get("vocab_size")     # LLaDA's embedding_size may be absent; it then is vocab_size
+    values["kv_heads"] = values["heads"] if values["kv_heads"] is None else values["kv_heads"]
     missing = [family.keys[field] for field, value in values.items() if value is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
