@@ -201,7 +201,7 @@ def answer(args: argparse.Namespace) -> None:
     stream, output = engine.stream(requests), Lines(args.output)    # refuse bad input, before anything runs or is printed
 
     say, layers = (lambda *a: None) if args.json else print, engine.model.config.layers
-    say(f"{args.model}: {layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
+    say(f"{os.path.relpath(args.model)}: {layers} layers, {sum(p.numel() for p in engine.model.parameters()) / 1e6:.1f} M parameters, "
         f"{str(engine.model.embed.weight.dtype)[6:]} on {engine.device}, {engine.attention} kernels, cache {engine.mode}\n")
     results, events, shown, seconds = [None] * len(requests), [[] for _ in requests], 0, time.perf_counter()
     watch = Watch(engine.tokenizer.decode) if args.watch else None
