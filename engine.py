@@ -375,7 +375,7 @@ class Engine:
         yield from self._commit(group, windows, depth, places, token.long(), stats)
 
     def _entering(self, group: list, depth: int, B: int, P: int) -> Tensor:
-        """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix' end whatever comes."""
+        """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix's end whatever comes."""
         if depth:
             ids = [run.lease.entry.id for run in group]
             return self.cache.read_boundary(torch.tensor(ids + ids[:1] * (B - len(ids)), device=self.device), depth, P)

@@ -4,7 +4,8 @@
     python tools/train_tiny.py --state tiny.pt --resume    # goes on after a stop
     python tools/train_tiny.py --state tiny.pt --eval-only --eval-docs 400
 
-The objective is LLaDA's: answers masked with t uniform in (0, 1], loss weighted 1/t, often the whole answer; full attention.
+The objective is LLaDA's: answers masked with t uniform in (0.05, 1), often 1 (the whole answer), the loss weighted min(1/t, 4)
+and values three times as much; full attention.
 What makes it quick: weights that start as heads a lookup is made of (`start`), a small learning rate that keeps them until
 they are used, and documents told twice (`restatement`). Documents are made on the fly; held-out ones have seeds of their own.
 The weights in checkpoints/tiny come from this recipe steered by hand; docs/log.md says how they differ from one run of it.
