@@ -72,6 +72,8 @@ def parse(argv=None) -> argparse.Namespace:
     for bad, why in (
             (args.requests and (args.prompt or args.prefix), "--requests brings its own prompts; leave out --prompt and --prefix"),
             (args.prefix and not args.prompt, "--prefix needs at least one --prompt"),
+            (not (args.depth or "auto").isdecimal() and args.depth not in (None, "auto"),
+             f"--depth is {args.depth!r}; it must be auto or a number of layers"),
             (args.depth is not None and not shares, "--depth has an effect only with --cache bicache"),
             (args.auto_prefix is not None and not shares, "--auto-prefix has an effect only with --cache bicache"),
             (args.salt and args.cache in ("none", "intra"), f"--salt has no effect with --cache {args.cache}"),
@@ -83,10 +85,7 @@ def parse(argv=None) -> argparse.Namespace:
             (args.compare and args.cache == "none", "--compare compares with --cache none; give another --cache")):
         if bad:
             raise ValueError(why)
-    if args.depth not in (None, "auto"):
-        if not args.depth.isdecimal():
-            raise ValueError(f"--depth is {args.depth!r}; it must be auto or a number of layers")
-        args.depth = int(args.depth)
+    args.depth = int(args.depth) if args.depth not in (None, "auto") else args.depth
     return args
 
 

@@ -249,9 +249,8 @@ def checkpoint_names(model: Transformer, family: Family) -> dict[str, str]:
 def _shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those its index names, else the single one."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        files = [folder / "model.safetensors"]
-    else:
+    files = [folder / "model.safetensors"]
+    if index.is_file():
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
