@@ -239,3 +239,15 @@ def test_salt_separates_tenants(model):
     engine = Engine(model, depth=2, cache_mb=8)
     ask = lambda salt, P=20: engine.generate([Request(prompt(25), prefix_len=P, gen_length=2, salt=salt)])[0]
     assert [ask("a").hit, ask("b").hit, ask("a").hit, ask("c", None).hit, ask("b", None).hit] == [False, False, True, False, True]
+
+
+def test_draws_differ_by_place_step_and_seed():
+    """Symptom: rows of one request draw alike, because the noise does not depend on where they stand. Where all tokens are
+    equally likely, 48 places drawn in one step give many different tokens, and so do one place's steps and seeds."""
+    model = tiny()
+    model.norm.weight.zero_()                           # all logits are 0
+    flat = dict(gen_length=48, temperature=1.0, stop_at_eos=False)
+    once, other, slow = run(model, [Request([1], steps=1, **flat), Request([1], steps=1, seed=1, **flat), Request([1], **flat)],
+                            cache="none")
+    assert all(len(set(r.tokens)) > 24 for r in (once, other, slow))
+    assert sum(a == b for a, b in zip(once.tokens, other.tokens)) < 8 and sum(a == b for a, b in zip(once.tokens, slow.tokens)) < 8
