@@ -36,14 +36,23 @@ FEW = 8             # a ratio with fewer samples is marked in the pictures
 BINS = 1001         # of similarity, 0.001 wide from 0 up: enough for the worst decile, in memory that does not grow
 
 
+class Table(dict):
+    """{percent: depth}, and the mean similarity that each shared layer was held to."""
+    threshold = 0.97
+
+    def __init__(self, depths, threshold=threshold):
+        super().__init__(depths)
+        self.threshold = threshold
+
+
 def lookup(table: dict | None, P: int, T: int) -> int:
     """The depth for a prefix of P tokens on a canvas of T. In integers: 29 of 100 are 29%, not 28.999."""
     keys = [key for key in table or () if key * T <= 100 * P]
     return table[max(keys)] if keys else 0
 
 
-def find_table(folder, layers: int) -> dict | None:
-    """The table {percent: depth} of a model folder: its own, or a published one of that name and so many layers, or None.
+def find_table(folder, layers: int) -> Table | None:
+    """The table of a model folder: its own, or a published one of that name and so many layers, or None.
     ValueError: its depth.json is broken or was measured on another model."""
     folder, path = Path(folder), Path(folder) / "depth.json"
     remedy = f"python depth.py profile --model {folder} --text FILE"
@@ -52,6 +61,7 @@ def find_table(folder, layers: int) -> dict | None:
             raw = json.loads(path.read_text(encoding="utf-8"))
             owner, percents, depths = (raw["fingerprint"], raw["layers"]), range(101), range(raw["layers"] + 1)
             table = {percents.index(int(r)): depths.index(depth) for r, depth in raw["table"].items()}  # or ValueError
+            table = Table(table, float(raw.get("threshold", Table.threshold)))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{path} is no depth table ({e!r}); delete it or measure again: {remedy}") from e
         if owner != (fingerprint(folder), layers):
@@ -62,7 +72,7 @@ def find_table(folder, layers: int) -> dict | None:
     last = lambda name: Path(str(name)).name.lower()
     for name, (count, table) in PUBLISHED.items():
         if count == layers and last(name) in (last(folder.resolve()), last(origin)):
-            return dict(table)
+            return Table(table)
     warnings.warn(f"{folder} has no depth table: depth 0 is used, no layer is shared; measure one: {remedy}", stacklevel=2)
     return None
 
@@ -99,10 +109,15 @@ def similarity(model: Transformer, canvases, prefix_lens) -> torch.Tensor:
                 kept.append([y.transpose(1, 2).flatten(2).flatten(0, 1) for y in (k, v)])           # (B * T, K * D)
                 return q if skip else F.scaled_dot_product_attention(rotate(q, *rope), k, v, mask, enable_gqa=gqa)
             batches[g] = layer(x, attend, skip), rope, mask
-        k, v = (F.normalize(torch.cat(parts).float(), dim=-1) for parts in zip(*kept))
-        # The cosine by the chord: exactly 1 where both are equal, as a dot product in float32 is not.
-        found.append(1 - ((k[alone] - k[within]).square() + (v[alone] - v[within]).square()).sum(-1) / 4)
+        kv = F.normalize(torch.stack([torch.cat(parts) for parts in zip(*kept)]).float(), dim=-1)   # (2, rows, K * D)
+        found.append(closeness(kv[:, alone], kv[:, within]))
     return torch.segment_reduce(torch.stack(found, 1).cpu().double(), "mean", lengths=torch.tensor(prefix_lens))
+
+
+def closeness(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The cosine of the unit vectors a and b (2, n, K * D), K and V averaged: (n,). By the chord: exactly 1 where both are
+    equal, as a dot product in float32 is not."""
+    return 1 - (a - b).square().sum((0, -1)) / 4
 
 
 def cut(sample: tuple, percent: int, config, gen_length: int | None = None) -> tuple[list, int] | None:
@@ -131,7 +146,7 @@ class Profile:
     fingerprint: str = ""
 
 
-def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=0.97, per_ratio=32, batch=4, gen_length=None,
+def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.threshold, per_ratio=32, batch=4, gen_length=None,
             fingerprint="", partial=None, resume=False, key="", progress=lambda cuts: None) -> Profile:
     """Measure samples (as for `cut`; read once) at ratios (percent) until each ratio has per_ratio of them.
 

@@ -16,6 +16,7 @@ against a plain loop (tests/reference.py) and golden outputs. One read from the 
 """
 import math
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 import decoding
 import depth as depths
+import guard
 import kernels
 from cache import PAGE, Cache, Entry, Repeats, count_pages
 from decoding import Rules
@@ -45,10 +47,13 @@ class Engine:
     refresh: R, in steps. window: the rows computed after a block's first step, `all` of the suffix, the `rest` from the
     block on (Fast-dLLM's prefix cache) or the `block` (its dual cache). cache_mb: MB for K/V and boundary states, allocated
     here. auto_prefix: leading ids that two requests had in common become a shared prefix. attention: triton, torch or auto.
+    measure: at one refresh in so many (0: none) the guard looks whether the table holds for the prefix (guard.py).
+    self_profile: no table; each prefix gets the depth at which its own K/V were measured to be that much alike (0.97, say).
     """
 
     def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all", cache_mb=256,
-                 max_batch=8, compile=False, attention="auto", auto_prefix=True, table=None, tokenizer=None, key=""):
+                 max_batch=8, compile=False, attention="auto", auto_prefix=True, measure=None, self_profile=None, table=None,
+                 tokenizer=None, key=""):
         c, weight = model.config, model.embed.weight
         for name, value, known in (("cache", cache, CACHE_MODES), ("window", window, WINDOWS)):
             if value not in known:
@@ -58,6 +63,11 @@ class Engine:
         for name, value in (("refresh", refresh), ("max_batch", max_batch), ("cache_mb", cache_mb)):
             if not isinstance(value, (int, float)) or not 0 < (value if name == "cache_mb" else whole(name, value)) < 2**40:
                 raise ValueError(f"{name} is {value!r}; it must be a positive number")
+        auto = cache == "bicache" and depth == "auto"
+        guard.check(measure, self_profile, auto)
+        if auto and table is None and not self_profile:
+            warnings.warn("this model has no depth table: depth 0 is used, no layer is shared; measure one (python depth.py "
+                          "profile --model DIR --text FILE) and pass it as table, or set self_profile", stacklevel=2)
         self.model, self.mode, self.depth, self.table, self.tokenizer = model, cache, depth, table, tokenizer
         self.window, self.max_batch, self.device = window, max_batch, weight.device
         self.refresh = refresh if cache in ("intra", "bicache") else 1      # the others have nothing to refresh
@@ -65,11 +75,14 @@ class Engine:
         interval = 1 if c.layers <= 16 else 4
         boundaries = range(interval, c.layers, interval) if cache == "bicache" else ()
         self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
+        self.self_profile, threshold = self_profile, self_profile or getattr(table, "threshold", depths.Table.threshold)
+        use = auto and measure != 0 and (table or self_profile)
+        self.guard = guard.Guard(model, self.cache, threshold, trust=not self_profile, every=measure) if use else None
         self.repeats = Repeats() if auto_prefix and cache == "bicache" else None
         self.attention = kernels.choose(weight.device, attention)
         self.step = Step(model, self.cache.kv, self.cache.table, self.attention, compile)
         self.bucket = bucket if compile else lambda n, least: n
-        self.streams, self.counts = weakref.WeakSet(), Counter()       # passes, host_reads, head_rows, encoded_prefixes
+        self.streams, self.counts = weakref.WeakSet(), Counter()       # passes, host_reads, token_layers, ...
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
@@ -81,7 +94,8 @@ class Engine:
         from tokenizer import Tokenizer
         model = load(path, device, dtype)
         model = model if options.get("compile") else model.pack()
-        table = depths.find_table(path, model.config.layers) if cache == "bicache" and depth == "auto" else None
+        looked_up = cache == "bicache" and depth == "auto" and not options.get("self_profile")
+        table = depths.find_table(path, model.config.layers) or {} if looked_up else None       # {}: it has warned already
         return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
                    max_batch=max_batch, table=table, tokenizer=Tokenizer.from_folder(path), key=fingerprint(path), **options)
 
@@ -125,6 +139,8 @@ class Engine:
         running = stream.running
         try:
             while running or stream.waiting or stream.source:
+                for run in running:
+                    self._measure(run)
                 # Requests join where the deep layers are recomputed anyway, so that all refresh at the same steps.
                 if all(run.forwards % self.refresh == 0 for run in running if self._refreshes(run)):
                     while len(running) < self.max_batch and self._next(stream, patient=not running):
@@ -133,6 +149,7 @@ class Engine:
                             yield Event(index, 0, False, (0, 0), [], 0, 0, Result([], "cancelled", 0, 0, 0, 0, False, 0, 0))
                         elif run := self._admit(stream.waiting[0], alone=not running):
                             running.append(run)
+                            self._measure(run)
                         else:
                             break
                         stream.waiting.popleft()
@@ -186,16 +203,17 @@ class Engine:
             raise ValueError(f"the request needs {need:.2f} MB of cache and the budget is {self.cache.budget / 2**20:.2f} "
                              f"MB; set cache_mb to {math.ceil(need * 100) / 100:g} or more")
 
-    def _pages(self, r: Request, P: int) -> tuple[int, int]:
-        """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix included."""
+    def _pages(self, r: Request, P: int, depth: int | None = None) -> tuple[int, int]:
+        """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix included, at the
+        depth for P or, with that prefix stored, at another."""
         T, twice = len(r.prompt) + r.gen_length, 2 if r.cfg_scale else 1
-        depth = self._depth(P, T)
-        shared = count_pages(P) if depth else 0
+        shared = count_pages(P) if self._depth(P, T) else 0
+        depth = self._depth(P, T) if depth is None else depth
         own = self.cache.pages_needed(P, T - P, depth, self._suffix_layers)
         return twice * (own + self.cache.layers * shared), twice * len(self.cache.boundaries) * shared
 
-    def _fits(self, r: Request, P: int) -> bool:
-        pages, hidden = self._pages(r, P)
+    def _fits(self, r: Request, P: int, depth: int | None = None) -> bool:
+        pages, hidden = self._pages(r, P, depth)
         return pages <= len(self.cache.kv) - 2 and hidden < len(self.cache.hidden)
 
     @property
@@ -212,14 +230,17 @@ class Engine:
         return min(r.prefix_len, len(r.prompt) - 1)
 
     def _depth(self, P: int, T: int) -> int:
-        """The safe depth b for P shared of T tokens, floored to a boundary."""
+        """The most that a request may share: the safe depth b for P of T tokens, floored to a boundary."""
         L = self.model.config.layers
         if not P or self.mode in ("none", "intra"):
             return 0
         if self.mode == "naive":
             return L
-        depth = depths.lookup(self.table, P, T) if self.depth == "auto" else self.depth
-        return max(b for b in (0, *self.cache.boundaries, L) if b <= depth)
+        depth = L if self.self_profile else depths.lookup(self.table, P, T) if self.depth == "auto" else self.depth
+        return self._floor(depth)
+
+    def _floor(self, depth: int) -> int:
+        return max(b for b in (0, *self.cache.boundaries, self.model.config.layers) if b <= depth)
 
     def _refreshes(self, run: Running) -> bool:
         return run.prefix_len > 0 and run.depth < self.model.config.layers
@@ -242,12 +263,20 @@ class Engine:
         if P is None:
             named = self._prefix_len(r)
             P = item[2] = self._find(r) if named is None else named         # once: a second look would meet itself
-        depth, cache = self._depth(P, len(r.prompt) + r.gen_length), self.cache
+        T, cache = len(r.prompt) + r.gen_length, self.cache
+        limit = depth = self._depth(P, T)
+        store = limit > 0                                   # look the prefix up, and keep it if it is new
+        if self.guard and limit:
+            depth, known = self.guard.advise(r.prompt[:P], r.salt, T, limit)
+            depth = self._floor(depth)
+            store = depth > 0 or not known
+            if not self._fits(r, P, depth):                 # sharing less takes more pages; without the prefix it always fits
+                depth, store = 0, False
         # For guidance a shadow steps along in the same passes: the same canvas behind a prompt of masks.
         prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)][:2 if r.cfg_scale else 1]
-        entries = [cache.find(prompt[:P], r.salt, P) if depth else None for prompt in prompts]
-        new = sum(depth > 0 and entry is None for entry in entries)
-        own = cache.pages_needed(P, len(r.prompt) + r.gen_length - P, depth, self._suffix_layers)
+        entries = [cache.find(prompt[:P], r.salt, P) if store else None for prompt in prompts]
+        new = sum(store and entry is None for entry in entries)
+        own = cache.pages_needed(P, T - P, depth, self._suffix_layers)
         if not cache.make_room(len(prompts) * own + new * count_pages(P) * cache.layers,
                                new * count_pages(P) * len(cache.boundaries), len(prompts) + new, keep=entries):
             if alone:
@@ -256,25 +285,25 @@ class Engine:
         runs = []
         try:
             for prompt, entry in zip(prompts, entries):
-                runs.append(self._open(index, r, prompt, P, depth, entry))
+                runs.append(self._open(index, r, prompt, P, depth, store and entry is None, entry))
         except BaseException:               # an interrupt, too, must not keep what the first one got
             for run in runs:
                 self._close(run)
             raise
         run, *shadow = runs
+        run.table_depth = limit
         if shadow:
             run.shadow, = shadow
             run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
             run.encode_token_layers += run.shadow.encode_token_layers
-        if depth:
+        if limit:
             cache.hits += run.hit
             cache.misses += not run.hit
         return run
 
-    def _open(self, index: int, r: Request, prompt: list, P: int, depth: int, found: Entry | None) -> Running:
-        """Give a request its pages, for which there is room, and encode its prefix if it is the first to name it."""
+    def _open(self, index: int, r: Request, prompt: list, P: int, depth: int, new: bool, found: Entry | None) -> Running:
+        """Give a request its pages, for which there is room, and encode its prefix if it is `new`."""
         L, G, S = self.model.config.layers, r.gen_length, len(prompt) + r.gen_length - P
-        new = depth > 0 and found is None
         suffix = torch.full((S,), self.model.config.mask_id)
         suffix[:S - G] = torch.tensor(prompt[P:])
         blocks = decoding.plan_blocks(r)
@@ -287,7 +316,7 @@ class Engine:
                 self.cache.close(lease)
                 self.cache.discard(entry)
                 raise
-        return Running(index, r, prompt, lease, P, depth, found is not None, suffix, torch.ones(G, dtype=torch.bool), blocks,
+        return Running(index, r, prompt, lease, P, depth, depth > 0 and not new, suffix, torch.ones(G, dtype=torch.bool), blocks,
                        (L - 0.5) * P * new)
 
     def _close(self, run: Running) -> None:
@@ -295,6 +324,12 @@ class Engine:
             if r and r.lease:
                 self.cache.close(r.lease)
                 r.lease = None
+
+    def _measure(self, run: Running) -> None:
+        """At a refresh, or where one would be, let the guard compare. It changes no token of this request."""
+        if self.guard and run.lease and run.forwards % self.refresh == 0:
+            if self.guard.refreshed(run, self.counts["token_layers"]):
+                self.counts.update(host_reads=1, measurements=1)
 
     def _encode(self, entry: Entry) -> None:
         """Run the prefix alone, all its rows in both directions, and publish its K/V and boundary states."""
@@ -307,7 +342,7 @@ class Engine:
         _, entering = self.step(batch, Rules(), count_pages(P + padding), 0, x, tuple(self.cache.boundaries))
         self.cache.write_boundaries(entry, [x[:, :P] for x in entering])
         self.cache.publish(entry)
-        self.counts["encoded_prefixes"] += 1
+        self.counts.update(encoded_prefixes=1, token_layers=(self.model.config.layers - 0.5) * P)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -402,7 +437,9 @@ class Engine:
             for canvas in (run, run.shadow) if run.shadow else (run,):
                 canvas.suffix[canvas.own + at] = new
                 canvas.forwards = run.forwards + (canvas is run)
-                run.token_layers += L * (hi - lo) + (0 if depth is None else (L - depth - 0.5) * run.prefix_len)
+                work = L * (hi - lo) + (0 if depth is None else (L - depth - 0.5) * run.prefix_len)
+                run.token_layers += work
+                self.counts["token_layers"] += work
             run.refreshes += depth is not None
             if not run.masked[run.blocks[0].lo:run.blocks[0].hi].any():
                 run.blocks.popleft()
@@ -410,16 +447,4 @@ class Engine:
                         run.prefix_len, run.depth, self._result(run))
 
     def _result(self, run: Running) -> Result | None:
-        """The result of a request that is done, else None. An EOS ends it once nothing before it is undecided."""
-        tokens, reason = run.suffix[run.own:], "length"
-        if run.cancelled:
-            tokens, reason = tokens[:int((run.masked.cumsum(0) == 0).sum())], "cancelled"
-        elif run.request.stop_at_eos:
-            eos = torch.isin(tokens, torch.tensor(sorted(self.eos_ids))) & ~run.masked
-            if eos.any() and not run.masked[:(end := int(eos.int().argmax()))].any():
-                tokens, reason = tokens[:end], "eos"
-                run.blocks.clear()
-        if run.blocks:
-            return None
-        return Result(tokens.tolist(), reason, run.forwards, run.refreshes, run.prefix_len, run.depth, run.hit,
-                      run.token_layers, run.encode_token_layers)
+        return run.result(self.eos_ids, self.guard.similarity(run) if self.guard else [])

@@ -53,6 +53,10 @@ def parse(argv=None) -> argparse.Namespace:
     add = p.add_argument_group("cache").add_argument
     add("--cache", choices=["bicache", "none", "naive", "intra"], help="what is reused (default bicache)")
     add("--depth", help="layers whose shared K/V are reused, or auto (default): from the model's table by prefix ratio")
+    add("--measure", type=int, metavar="N", help="at one refresh in N see whether the table holds for the prefix, and lower its depth "
+        "where not (default 16; 0: never)")
+    add("--self-profile", type=float, nargs="?", const=0.97, metavar="S", help="no table: measure each prefix at its first request, "
+        "then share the layers that are alike by S (0.97)")
     add("--refresh", type=int, help="steps between recomputations of the prefix above the depth (default 16)")
     add("--window", choices=["all", "rest", "block"], help="rows computed after a block's first step: all of the request's own "
         "(default), the rest from the block on, or the block's")
@@ -75,6 +79,9 @@ def parse(argv=None) -> argparse.Namespace:
             (not (args.depth or "auto").isdecimal() and args.depth not in (None, "auto"),
              f"--depth is {args.depth!r}; it must be auto or a number of layers"),
             (args.depth is not None and not shares, "--depth has an effect only with --cache bicache"),
+            (args.measure and not (shares and args.depth in (None, "auto")), "--measure has an effect only with --depth auto"),
+            (args.self_profile is not None and not (shares and args.depth in (None, "auto")),
+             "--self-profile has an effect only with --depth auto"),
             (args.auto_prefix is not None and not shares, "--auto-prefix has an effect only with --cache bicache"),
             (args.salt and args.cache in ("none", "intra"), f"--salt has no effect with --cache {args.cache}"),
             (args.seed and not (args.temperature or args.alg_temp or args.remasking in ("random", "origin")),
@@ -167,11 +174,13 @@ class Watch:
 
 
 def table(results: list, totals: list[int]) -> str:
-    """A line for each result; `totals` are the lengths of the canvases."""
+    """A line for each result, and one for each prefix that got less than its table's depth; `totals`: lengths of the canvases."""
     head = "request  prefix  ratio  depth  cache  refreshes  steps  generated"
+    low = [f"request {i}: depth {r.depth}, not the table's {r.table_depth}; similarity by layer "
+           + " ".join(f"{s:.3f}" for s in r.similarity) for i, r in enumerate(results, 1) if r.hit and r.depth < r.table_depth]
     return "\n".join([head, *(
-        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.depth else '-':>5}"
-        f"  {r.refreshes:9}  {r.forwards:5}  {len(r.tokens):9}" for i, (r, total) in enumerate(zip(results, totals), 1))])
+        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.table_depth else '-':>5}"
+        f"  {r.refreshes:9}  {r.forwards:5}  {len(r.tokens):9}" for i, (r, total) in enumerate(zip(results, totals), 1)), *low])
 
 
 def answer(args: argparse.Namespace) -> None:
@@ -183,7 +192,8 @@ def answer(args: argparse.Namespace) -> None:
     warnings.showwarning = lambda message, *_: print(f"generate.py: {message}", file=sys.stderr)
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {f.name: given[f.name] for f in fields(Request) if f.name in given and f.name != "prompt"}
-    names = ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "attention", "device", "dtype", "compile")
+    names = ("cache", "depth", "refresh", "window", "cache_mb", "max_batch", "auto_prefix", "measure", "self_profile",
+             "attention", "device", "dtype", "compile")
     engine = Engine.from_folder(args.model, **{name: given[name] for name in names if name in given})
     if sum(p.numel() for p in engine.model.parameters()) < 2e7:
         torch.set_num_threads(1)            # so small a model waits for a second thread more than that does for it
@@ -235,7 +245,7 @@ def answer(args: argparse.Namespace) -> None:
         for i, seen in enumerate(events, 1):
             say(f"request {i}: {len(seen)} steps, from left to right\n{trace_map(seen, layers)}\n")
     say(table(results, [len(r.prompt) + r.gen_length for r in requests]))
-    work = sum(r.token_layers + r.encode_token_layers for r in results)
+    work = sum(r.token_layers + r.encode_token_layers + r.measure_token_layers for r in results)
     say(f"\n{engine.mode:8} {work:12,.0f} token-layers  {seconds:6.2f} s")
     if args.compare or not (args.prompt or args.requests or args.json or engine.mode == "none"):    # the examples: always
         compare(engine, requests, results, work, seconds)

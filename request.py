@@ -9,6 +9,7 @@ import operator
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from cache import Lease
@@ -61,7 +62,11 @@ class Request:
 @dataclass
 class Result:
     """What a request came to. token_layers counts its denoising (README, Cost); what the encoding of a new prefix
-    cost stands apart in encode_token_layers and is 0 on a hit."""
+    cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in measure_token_layers.
+
+    similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table shares; [] if
+    it was not measured. depth below table_depth: the prefix was measured and the table is too bold for it.
+    """
     tokens: list                # without the EOS and what follows it
     finish_reason: str          # "eos", "length" or "cancelled"
     forwards: int
@@ -71,6 +76,9 @@ class Result:
     hit: bool
     token_layers: float
     encode_token_layers: float
+    table_depth: int = 0
+    similarity: list = field(default_factory=list)
+    measure_token_layers: float = 0
 
 
 @dataclass
@@ -105,6 +113,8 @@ class Running:
     blocks: deque                           # of decoding.Block, the present one first
     encode_token_layers: float
     token_layers: float = 0
+    measure_token_layers: float = 0
+    table_depth: int = 0                    # what the table allows: depth is less where the guard lowered it
     forwards: int = 0
     refreshes: int = 0
     cancelled: bool = False
@@ -116,9 +126,29 @@ class Running:
         return len(self.suffix) - len(self.masked)
 
     @property
+    def total(self) -> int:
+        """T: tokens of the canvas."""
+        return self.prefix_len + len(self.suffix)
+
+    @property
     def fresh(self) -> bool:
         """The next step is the first of its block."""
         return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
+
+    def result(self, eos_ids: set, similarity: list) -> Result | None:
+        """The result, or None while there is more to do. An EOS ends a request once nothing before it is undecided."""
+        tokens, reason = self.suffix[self.own:], "length"
+        if self.cancelled:
+            tokens, reason = tokens[:int((self.masked.cumsum(0) == 0).sum())], "cancelled"
+        elif self.request.stop_at_eos:
+            eos = torch.isin(tokens, torch.tensor(sorted(eos_ids))) & ~self.masked
+            if eos.any() and not self.masked[:(end := int(eos.int().argmax()))].any():
+                tokens, reason = tokens[:end], "eos"
+                self.blocks.clear()
+        if self.blocks:
+            return None
+        return Result(tokens.tolist(), reason, self.forwards, self.refreshes, self.prefix_len, self.depth, self.hit,
+                      self.token_layers, self.encode_token_layers, self.table_depth, similarity, self.measure_token_layers)
 
 
 @dataclass(eq=False)

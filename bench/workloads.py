@@ -134,11 +134,12 @@ def make_requests(w: Workload, block: int, pace: int, shared: bool = True) -> li
 
 def make_engine(model: Transformer, workloads: list, args, **options) -> Engine:
     """An engine whose cache holds the longest of the prefixes and `args.batch` requests on it; a next prefix evicts the last.
-    Depths are LLaDA's published ones (Dream's for its layout), scaled to the layers of the model."""
+    Depths are LLaDA's published ones (Dream's for its layout), scaled to the layers of the model, which has random weights: so
+    nothing is measured that could lower them."""
     c = model.config
     layers, published = depth.PUBLISHED["Dream-org/Dream-v0-Instruct-7B" if c.shift else "GSAI-ML/LLaDA-8B-Instruct"]
     table = {percent: d * c.layers // layers for percent, d in published.items()}
-    options = dict(max_batch=args.batch + 1, refresh=args.refresh, compile=args.compile) | options      # + 1: a neighbour
+    options = dict(max_batch=args.batch + 1, refresh=args.refresh, compile=args.compile, measure=0) | options   # + 1: a neighbour
     P = max(len(w.prefix) for w in workloads)
     own = max(max(map(len, w.own)) + w.gen_length for w in workloads)
     shared = options.get("cache") == "bicache"

@@ -169,7 +169,7 @@ def test_graphs_follow_buckets_and_nothing_else(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, **kw, backend="aot_eager"))
     requests = [Request(prompt(30 + 20 * (i % 5)) + prompt(2 + i, seed=i), prefix_len=30 + 20 * (i % 5), gen_length=3, steps=1)
                 for i in range(30)]
-    kw = dict(table=table, cache_mb=8, max_batch=1)
+    kw = dict(table=table, measure=0, cache_mb=8, max_batch=1)
     eager = [r.tokens for r in Engine(model, **kw).generate(requests)]
     reset()
     engine, shapes = Engine(model, compile=True, **kw), set()

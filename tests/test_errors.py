@@ -68,7 +68,7 @@ GOOD = dict(prompt=[1, 2, 3], gen_length=8)
 ])
 def test_bad_request(llada, bad, says, monkeypatch):
     """Refused at the call of `stream`, before anything runs, also when it is the second of two; then it is named."""
-    engine = Engine(llada, cache_mb=4)
+    engine = Engine(llada, depth=2, cache_mb=4)
     monkeypatch.setattr(engine, "step", None)
     with pytest.raises(ValueError, match=says):
         engine.stream([Request(**GOOD | bad)])
@@ -81,10 +81,13 @@ def test_bad_request(llada, bad, says, monkeypatch):
     (dict(depth=-1), "depth is -1"), (dict(depth="deep"), "depth is 'deep'"), (dict(refresh=0), "refresh is 0"),
     (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"), (dict(cache_mb=0), "cache_mb is 0"),
     (dict(refresh="16"), "refresh is '16'"), (dict(max_batch=True), "max_batch is True"), (dict(cache_mb="big"), "cache_mb is 'big'"),
-    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0.")])
+    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0."), (dict(measure=-1), "measure is -1"),
+    (dict(measure=1.5), "measure is 1.5"), (dict(measure=True), "measure is True"), (dict(self_profile=1.5), "self_profile is 1.5"),
+    (dict(self_profile=True), "self_profile is True"), (dict(self_profile=0.9, measure=0), "measure is 0"),
+    (dict(measure=4, depth=2), "an effect only with"), (dict(self_profile=0.9, cache="intra"), "an effect only with")])
 def test_bad_engine(llada, bad, says):
     with pytest.raises(ValueError, match=says):
-        Engine(llada, **bad)
+        Engine(llada, **{"table": {}} | bad)
 
 
 def test_budget_too_small_says_how_much_is_needed(model):

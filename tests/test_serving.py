@@ -36,7 +36,7 @@ def test_two_hundred_random_arrivals_equal_their_solo_runs(window):
         how = rng.choice([dict(), dict(threshold=rng.choice([0.05, 0.3])), dict(steps=blocks * rng.randint(1, max(1, gen // blocks)))])
         requests.append(Request(prefix + prompt(rng.randint(1, 12), seed=1000 + i), prefix_len=rng.choice([len(prefix), 0]),
                                 cfg_scale=rng.choice([0, 0, 0, 0.5]), gen_length=gen, block_length=block, temperature=rng.choice([0, 0, 0.9]), seed=i, **how))
-    kw = dict(table={10: 1, 60: 2}, refresh=3, window=window)
+    kw = dict(table={10: 1, 60: 2}, measure=0, refresh=3, window=window)     # the guard learns from what ran before
     engine = Engine(model, cache_mb=0.95, max_batch=5, **kw)      # 27 pages: an entry takes 3 or 6
     results, steps, gone = {}, defaultdict(int), set()
     for event in engine.stream(arrivals(requests, rng)):
@@ -102,7 +102,7 @@ def test_cancel_before_and_between_passes(model):
     table, shared = {20: 1, 60: 3}, prompt(40)
     make = lambda n: Request(shared + prompt(n, seed=n), prefix_len=40, gen_length=6, stop_at_eos=False)
     requests = [make(2), make(60), make(3)]
-    engine = Engine(model, table=table, cache_mb=8)
+    engine = Engine(model, table=table, measure=0, cache_mb=8)
     stream = engine.stream(requests)
     engine.cancel(requests[2])
     results = {}

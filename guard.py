@@ -1,0 +1,125 @@
+"""Online measurement of the safe depth: do the shared K/V resemble the exact ones for the prefixes that really come?
+
+A depth table is an average over other texts. The guard compares, for the first request on a new prefix and then at one refresh
+in `every`, the shared K/V with those of the whole canvas run from layer 0, and keeps a running mean per layer, prefix and
+ratio bin. Where the mean contradicts the table, that prefix gets the smaller depth from the next admission on; it never gets
+more than the table allows. Without a table (`self_profile`) a prefix shares nothing until it has been measured.
+
+A measurement stands beside the decoding and changes no token of the request it looks at. It goes beyond arXiv 2606.07571,
+whose table is fixed. Checked: tests/test_guard.py.
+"""
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import depth as depths
+from cache import PAGE, Cache, Entry, count_pages
+from model import Transformer, rotate
+from request import Running, whole
+
+SHARE = 0.02            # measurements after a prefix' first wait until all of them are at most this much of all token-layers
+BINS = (0, *depths.RATIOS)
+
+
+@torch.inference_mode()
+def compare(model: Transformer, cache: Cache, entry: Entry, canvas: Tensor, layers: int) -> Tensor:
+    """Similarity (layers,) float64 of the stored K/V of `entry` with those its tokens have in canvas (T,), for the first
+    layers; as `depth.similarity` computes it, but of the K/V that requests really read. One read from the device."""
+    P, device, found = len(entry.ids), model.embed.weight.device, []
+    unit = lambda kv: F.normalize(kv.float(), dim=-1)
+    x, rope = model.embed(canvas.to(device)[None]), model.rope(torch.arange(len(canvas), device=device)[None])
+    gqa = model.config.heads != model.config.kv_heads
+    for i, layer in enumerate(model.layers[:layers]):
+        pages = cache.kv[cache.table[entry.id, i, :count_pages(P)].long()]              # (n, 2, K, page, D)
+        shared = pages.permute(1, 0, 3, 2, 4).reshape(2, len(pages) * PAGE, -1)[:, :P]              # (2, P, K * D)
+        skip = len(canvas) if i == layers - 1 else 0                                    # nobody reads what comes out of it
+
+        def attend(q, k, v):
+            k = rotate(k, *rope)
+            exact = torch.cat([k, v])[:, :, :P].transpose(1, 2).flatten(2)              # (2, P, K * D)
+            found.append(depths.closeness(unit(shared), unit(exact)))
+            return q if skip else F.scaled_dot_product_attention(rotate(q, *rope), k, v, enable_gqa=gqa)
+        x = layer(x, attend, skip)
+    return torch.stack(found).mean(1).double().cpu()
+
+
+def check(measure, self_profile, auto: bool) -> None:
+    """ValueError unless the engine's two options fit each other and the depth, which is looked up if `auto`."""
+    if not auto and (measure or self_profile):
+        raise ValueError("measure and self_profile have an effect only with cache 'bicache' and depth 'auto'; leave them out")
+    if measure is not None and whole("measure", measure) < (1 if self_profile else 0):
+        raise ValueError(f"measure is {measure}; it must be 1 or more{'' if self_profile else ', or 0 for never'}")
+    if self_profile is not None and not (isinstance(self_profile, float) and 0 < self_profile <= 1):
+        raise ValueError(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most 1, like 0.97")
+
+
+@dataclass
+class Bin:
+    """One prefix at one ratio."""
+    refreshes: int = 0
+    samples: int = 0
+    mean: Tensor | None = None              # (layers that the table shares,)
+
+
+class Guard:
+    """What was measured of each prefix, and the depth that follows from it.
+
+    threshold: least mean similarity of a shared layer. trust: a prefix that was not measured gets the table's depth; if not,
+    0. every: one refresh in so many is measured (16). Remembered are the latest KNOWN prefixes, also when their K/V are evicted.
+    """
+    KNOWN = 1024
+
+    def __init__(self, model: Transformer, cache: Cache, threshold: float, trust: bool, every: int | None = None):
+        self.model, self.cache, self.threshold, self.trust, self.every = model, cache, threshold, trust, every or 16
+        self.bins = OrderedDict()               # (prefix, percent) -> Bin
+        self.measured = 0                       # token-layers so far
+
+    def advise(self, ids: list, salt: str, T: int, limit: int) -> tuple[int, bool]:
+        """How many layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that was measured."""
+        prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
+        table = {at: self._leading(self.bins[prefix, at].mean) for at in BINS if (prefix, at) in self.bins}
+        if self.trust:
+            depth = min(limit, table.get(here, limit))
+        else:                                   # the larger r, the more alike: a smaller bin's depth is safe
+            depth = min(limit, depths.lookup(table, len(ids), T))
+        return depth, here in table
+
+    def similarity(self, run: Running) -> list[float]:
+        """The running mean for a request's prefix and ratio bin, per layer that the table shares; [] if there is none."""
+        bin = self.bins.get(self._key(run))
+        return bin.mean.tolist() if bin else []
+
+    def refreshed(self, run: Running, work: float) -> bool:
+        """Take note of a request about to refresh (or at a step where it would), and measure if it is its turn. work: all
+        token-layers so far but those of measurements."""
+        entry, key = run.lease.entry, self._key(run)
+        if entry is None:
+            return False
+        cost = (run.table_depth - 0.5) * run.total          # the last layer gives K and V only
+        bin = self.bins.setdefault(key, Bin())
+        self.bins.move_to_end(key)
+        bin.refreshes += 1
+        if bin.mean is not None and (bin.refreshes % self.every or self.measured + cost > SHARE * work):
+            return False
+        values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), run.table_depth)
+        bin.samples += 1
+        bin.mean = values if bin.mean is None else bin.mean + (values - bin.mean) / bin.samples
+        self.measured += cost
+        run.measure_token_layers += cost
+        while len(self.bins) > self.KNOWN:
+            self.bins.popitem(last=False)
+        return True
+
+    def _key(self, run: Running) -> tuple:
+        return hash((run.request.salt, *run.prompt[:run.prefix_len])), ratio_bin(run.prefix_len, run.total)
+
+    def _leading(self, mean: Tensor) -> int:
+        return int((mean >= self.threshold).long().cumprod(0).sum())
+
+
+def ratio_bin(P: int, T: int) -> int:
+    """The largest ratio that the profiler measures, in percent, which P tokens of T reach."""
+    return max(percent for percent in BINS if percent * T <= 100 * P)

@@ -1,0 +1,263 @@
+"""Online measurement: what it finds, what it may cost, what it changes (depths of later requests) and what not (any token)."""
+import json
+import random
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import ROOT, prompt, tiny
+
+import depth
+import generate
+from engine import Engine, Request
+from guard import SHARE, ratio_bin
+
+P, U, G, L = 70, 6, 10, 4
+
+
+def ask(question=1, P=P, **kw):
+    return Request(prompt(P) + prompt(U, seed=question), **{"prefix_len": P, "gen_length": G, "stop_at_eos": False, **kw})
+
+
+def alike(model, request):
+    """Per layer, by the profiler, which knows nothing of pages."""
+    canvas = request.prompt + [model.config.mask_id] * request.gen_length
+    return depth.similarity(model, [canvas], [request.prefix_len])[0]
+
+
+def guarded(model, table, threshold=0.9, **kw):
+    return Engine(model, **{"table": depth.Table(table, threshold), "cache_mb": 8, **kw})
+
+
+@pytest.fixture
+def between(model):
+    """A threshold that the first two layers of `ask()` pass and the third does not."""
+    return float(alike(model, ask())[1:3].mean())
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4])
+def test_the_first_request_is_measured_and_equals_the_profiler(model, limit):
+    """Shared K/V as they lie in their pages against the whole canvas from layer 0: what depth.similarity computes without a
+    cache, in the layers that the table shares."""
+    first, second = guarded(model, {0: limit}, 0.0, max_batch=1).generate([ask(1), ask(2)])
+    assert first.similarity == pytest.approx(alike(model, ask(1))[:limit].tolist(), abs=1e-5) and len(first.similarity) == limit
+    assert second.similarity == first.similarity and second.measure_token_layers == 0
+
+
+def test_it_reads_the_pages_that_requests_read(model):
+    """Symptom: a damaged page goes unseen, since the prefix was run anew for the comparison. A layer of a stored prefix is
+    overwritten by hand; the next measurement finds it."""
+    engine = guarded(model, {0: L}, 0.0, refresh=1, measure=1)
+    before = engine.generate([ask()])[0].similarity
+    entry, = engine.cache.entries.values()
+    engine.cache.kv[engine.cache.table[entry.id, 2, :2].long()] *= -1
+    engine.counts["token_layers"] = 1e9             # enough to pay for another look
+    after = engine.generate([ask()])[0].similarity
+    assert after[2] < before[2] - 0.1 and after[1] == pytest.approx(before[1], abs=0.05)
+
+
+@pytest.mark.parametrize("kw", [dict(), dict(window="block"), dict(max_batch=1)])
+def test_no_token_hangs_on_being_measured(model, kw):
+    """Each refresh measured, or none: as long as the table holds, the same tokens, forwards and token-layers."""
+    requests = [ask(i, block_length=5, temperature=0.7 * (i % 2), cfg_scale=0.5 * (i == 2), seed=i) for i in range(5)]
+    runs = []
+    for measure in (0, 1):
+        engine = guarded(model, {0: 2}, 0.0, refresh=3, measure=measure, **kw)
+        engine.counts["token_layers"] = 1e9
+        runs.append([(r.tokens, r.forwards, r.token_layers, r.depth) for r in engine.generate(requests)])
+        assert engine.counts["measurements"] == (20 if measure else 0)      # five requests at steps 0, 3, 6, 9
+    assert runs[0] == runs[1]
+
+
+def test_a_contradicted_table_gives_way(model, between):
+    """The first request runs at the table's depth, those admitted behind it, at any batch size, at the measured one; their
+    tokens are those of that depth."""
+    requests = [ask(i) for i in range(4)]
+    for batch in (1, 4):
+        for threshold, depth_then in ((between, measured(model, between)), (0.9999, 1)):
+            results = guarded(model, {0: L}, threshold, refresh=3, max_batch=batch).generate(requests)
+            assert [r.depth for r in results] == [L] + [depth_then] * 3 and {r.table_depth for r in results} == {L}
+            for depths, some in ((L, slice(0, 1)), (depth_then, slice(1, 4))):
+                fixed = Engine(model, depth=depths, refresh=3, cache_mb=8).generate(requests[some])
+                assert [r.tokens for r in results[some]] == [r.tokens for r in fixed]
+
+
+def measured(model, threshold) -> int:
+    """Leading layers of the first request that are alike enough."""
+    return int((alike(model, ask(0)) >= threshold).long().cumprod(0).sum())
+
+
+def test_never_raised_past_the_table(model):
+    """However alike the K/V are, a prefix gets no more than the table says, at its own ratio."""
+    results = guarded(model, {0: 1, 90: 3}, 0.0, max_batch=1, measure=1, refresh=1).generate([ask(i) for i in range(3)])
+    assert [r.depth for r in results] == [1, 1, 1] and all(len(r.similarity) == 1 for r in results)
+
+
+def test_each_prefix_and_each_ratio_for_itself(model, between):
+    """What one prefix shows says nothing of another, nor of the same one on a longer canvas; evicted, it is forgotten."""
+    engine = guarded(model, {0: L}, between, max_batch=1)
+    other = Request(prompt(60, seed=9) + prompt(U), prefix_len=60, gen_length=G)
+    long = ask(gen_length=G + 40)
+    assert ratio_bin(P, P + U + G) == 80 and ratio_bin(P, P + U + G + 40) == 55
+    assert [r.depth for r in engine.generate([ask(1), ask(2), other, long, ask(3)])] == [L, 2, L, L, 2]
+    salted = engine.generate([ask(1, salt="b"), ask(2, salt="b")])
+    assert [r.depth for r in salted] == [L, 2], "a tenant's measurements are its own"
+
+
+def test_what_was_measured_outlives_the_entry(model, between):
+    """Symptom: in a small cache every other request runs too deep, since a prefix that was lowered is forgotten when its K/V are
+    evicted. The latest prefixes are remembered, and no more than KNOWN of them."""
+    engine = guarded(model, {0: L}, between, max_batch=1)
+    engine.generate([ask(1)])
+    engine.cache.discard(*engine.cache.entries.values())
+    assert [(r.depth, r.hit) for r in engine.generate([ask(2), ask(3)])] == [(2, False), (2, True)]
+    engine.guard.KNOWN = 3
+    engine.generate([Request(prompt(20, seed=i) + [1], prefix_len=20, gen_length=4) for i in range(5)])
+    assert len(engine.guard.bins) == 3 and engine.generate([ask(4)])[0].depth == L
+
+
+def test_a_prefix_that_shares_nothing_is_not_stored(model):
+    """Lowered to 0, a prefix is neither encoded nor kept: nobody would read it."""
+    engine = guarded(model, {0: L}, 1.1, max_batch=1)
+    results = engine.generate([ask(1), ask(2), Request(prompt(300, seed=3) + [1], prefix_len=300, gen_length=4), ask(3)])
+    assert [r.depth for r in results] == [L, 0, L, 0] and engine.counts["encoded_prefixes"] == 2
+    assert results[1].table_depth == L and results[1].similarity == results[0].similarity
+
+
+def test_the_mean_runs_and_may_recover(model):
+    """The mean over all measurements counts, not the last one: a prefix lowered by one odd request gets its depth back."""
+    engine = guarded(model, {0: L}, 0.0, max_batch=1)
+    engine.generate([ask()])
+    bin, = engine.guard.bins.values()
+    engine.guard.threshold, bin.mean = 0.5, torch.tensor([1.0] + [0.0] * (L - 1), dtype=torch.float64)
+    engine.guard.every, engine.counts["token_layers"] = 1, 1e9
+    results = engine.generate([ask(i) for i in range(12)])
+    assert results[0].depth == 1 and results[-1].depth > 1
+    exact = torch.stack([alike(model, ask(i)) for i in range(12)])
+    assert results[-1].similarity == pytest.approx([1, *(exact.sum(0) / 13).tolist()[1:]], abs=1e-5)
+
+
+def test_cost_stays_within_two_percent(monkeypatch):
+    """At the default rate, for requests of the README's example (P = 900, S = 316, 128 steps, R = 16, half of the layers
+    shared): the very first request stays below 2%. Short requests at R = 1, where each look is dear: all but a prefix' first
+    wait until they are paid for. Rows are counted by hooks, not by the guard's own books."""
+    model = tiny(layers=4, max_len=1300)
+    rows = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda m, a: rows.append(a[0].shape[0] * a[0].shape[1]))
+    requests = [Request(prompt(900) + prompt(60, seed=i), prefix_len=900, gen_length=256, steps=128, stop_at_eos=False) for i in range(2)]
+    work = []
+    for measure in (0, None):
+        rows.clear()
+        engine = Engine(model, table=depth.Table({0: 2}, 0.0), cache_mb=64, max_batch=1, measure=measure)
+        results = engine.generate(requests)
+        work.append(sum(rows))
+    first, T = results[0], 900 + 60 + 256
+    assert first.measure_token_layers == 1.5 * T < 0.02 * (first.token_layers + first.encode_token_layers)
+    assert engine.counts["measurements"] == 2 and work[1] - work[0] == 2 * 2 * T < 0.02 * work[0]       # at refreshes 1 and 16
+
+    engine = Engine(tiny(), table=depth.Table({0: 4}, 0.0), cache_mb=8, refresh=1, measure=1)
+    results = engine.generate([ask(i) for i in range(150)])
+    measured, everything = (sum(getattr(r, name) for r in results) for name in ("measure_token_layers", "token_layers"))
+    everything += results[0].encode_token_layers
+    assert engine.counts["measurements"] > 4 and measured <= SHARE * everything + 3.5 * (P + U + G)
+    assert engine.counts["token_layers"] == everything and engine.guard.measured == measured
+
+
+def test_one_read_a_measurement(model, monkeypatch):
+    """A measurement reads its few numbers from the device once, however many layers it compares."""
+    reads, original = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(tuple(self.shape)), original(self))[1])
+    engine = guarded(model, {0: 3}, 0.0)
+    engine.generate([ask(i) for i in range(3)])
+    assert engine.counts["measurements"] == 1 and reads.count((3,)) == 1
+    assert len(reads) == engine.counts["host_reads"] == engine.counts["passes"] + 1
+
+
+def test_lowering_needs_room(model):
+    """Sharing less takes more pages. Where the budget has them not even for one request, it shares nothing and is served."""
+    need = next(mb / 100 for mb in range(10, 400) if not refused(model, mb / 100))
+    engine = guarded(model, {0: L}, 0.9999, cache_mb=need, max_batch=1)
+    results = engine.generate([ask(i, P=130) for i in range(3)])
+    assert [r.depth for r in results] == [L, 0, 0] and len(engine.cache.free) == len(engine.cache.kv) - 2
+    alone = Engine(model, depth=0, cache_mb=8)
+    assert results[2].tokens == alone.generate([ask(2, P=130)])[0].tokens
+
+
+def refused(model, mb) -> bool:
+    try:
+        guarded(model, {0: L}, cache_mb=mb, max_batch=1).check(ask(P=130))
+    except ValueError:
+        return True
+
+
+# -- no table -----------------------------------------------------------------------------------------------------------
+
+
+def test_self_profile_measures_first_and_shares_then(model, between):
+    """No table, no guess: the first request on a prefix shares nothing and answers as depth 0 does; the next ones share what
+    was measured. A larger ratio may rely on a smaller one's depth, a smaller ratio on nothing."""
+    engine = Engine(model, self_profile=between, cache_mb=8, refresh=3)
+    small, large = ask(gen_length=60), ask(gen_length=4)
+    results = engine.generate([ask(1), ask(2), small, large])
+    assert [r.depth for r in results] == [0, 2, 0, 2] and [r.hit for r in results] == [False, True, False, True]
+    assert results[0].tokens == Engine(model, depth=0, cache_mb=8, refresh=3).generate([ask(1)])[0].tokens
+    assert results[1].tokens == Engine(model, depth=2, cache_mb=8, refresh=3).generate([ask(2)])[0].tokens
+    assert results[0].similarity == pytest.approx(alike(model, ask(1)).tolist(), abs=1e-5)
+    assert results[0].encode_token_layers == (L - 0.5) * P and results[0].refreshes == 4
+
+
+def test_no_table_warns_once_and_shares_nothing(model, text_folder, tmp_path):
+    """Depth 0 and one warning that names the command, for a model object and for a folder; self_profile needs no table."""
+    with pytest.warns(UserWarning, match="python depth.py profile") as seen:
+        engine = Engine(model, cache_mb=8)
+    assert len(seen) == 1 and engine.generate([ask()])[0].depth == 0 and engine.guard is None
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((text_folder / name).read_bytes())
+    with pytest.warns(UserWarning, match=f"python depth.py profile --model {tmp_path}") as seen:
+        Engine.from_folder(tmp_path, cache_mb=8)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Engine.from_folder(tmp_path, cache_mb=8, self_profile=0.97)
+        Engine(model, cache_mb=8, self_profile=0.97)
+
+
+def test_the_folder_s_threshold_is_the_guard_s(text_folder, tmp_path):
+    """A table made at another threshold than 0.97 is held to that one."""
+    for file in text_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((tmp_path / "depth.json").read_text())
+    (tmp_path / "depth.json").write_text(json.dumps(raw | {"threshold": 0.5}))
+    assert Engine.from_folder(tmp_path, cache_mb=8).guard.threshold == 0.5
+    assert Engine.from_folder(text_folder, cache_mb=8).guard.threshold == 0.97
+
+
+# -- the command line -----------------------------------------------------------------------------------------------------
+
+
+def test_results_and_json_tell_what_was_measured(text_folder, capsys):
+    """--json has the similarity and both depths; the table in the terminal a line for each lowered request."""
+    say = ["--model", str(text_folder), "--prefix", "The outputs of independent implementations are kept here for the tests.",
+           "--prompt", "a", "--prompt", "b", "--gen-length", "6", "--max-batch", "1", "--no-eos"]
+    assert generate.main([*say, "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["table_depth"] == first["depth"] == len(first["similarity"]) == 2 and first["measure_token_layers"] > 0
+    lowest = min(first["similarity"])
+    assert lowest < 0.97 and second["depth"] < second["table_depth"] == 2
+    assert generate.main(say) == 0
+    assert f"request 2: depth {second['depth']}, not the table's 2; similarity by layer 1.000" in capsys.readouterr().out
+    assert generate.main([*say, "--json", "--measure", "0"]) == 0
+    assert all(json.loads(line)["similarity"] == [] for line in capsys.readouterr().out.splitlines())
+    assert generate.main([*say, "--json", "--self-profile", "0.5"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["depth"], first["hit"]) == (0, False) and second["depth"] > 0 and second["hit"]
+
+
+@pytest.mark.parametrize("options, says", [
+    (["--measure", "4", "--depth", "2"], "--measure has an effect only with --depth auto"),
+    (["--self-profile", "--cache", "intra"], "--self-profile has an effect only with --depth auto"),
+    (["--self-profile", "1.5"], "self_profile is 1.5"), (["--measure", "-1"], "measure is -1")])
+def test_refused_on_the_command_line(options, says, capsys):
+    assert generate.main(options) == 2 and says in capsys.readouterr().err
