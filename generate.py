@@ -177,7 +177,8 @@ def table(results: list, totals: list[int]) -> str:
     """A line for each result, and one for each prefix that got less than its table's depth; `totals`: lengths of the canvases."""
     head = "request  prefix  ratio  depth  cache  refreshes  steps  generated"
     low = [f"request {i}: depth {r.depth}, not the table's {r.table_depth}; similarity by layer "
-           + " ".join(f"{s:.3f}" for s in r.similarity) for i, r in enumerate(results, 1) if r.hit and r.depth < r.table_depth]
+           + " ".join(f"{s:.3f}" for s in r.similarity) for i, r in enumerate(results, 1)
+           if r.depth < r.table_depth and r.similarity and (r.hit or not r.measure_token_layers)]       # not: measured just now
     return "\n".join([head, *(
         f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.table_depth else '-':>5}"
         f"  {r.refreshes:9}  {r.forwards:5}  {len(r.tokens):9}" for i, (r, total) in enumerate(zip(results, totals), 1)), *low])
