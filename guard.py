@@ -61,26 +61,27 @@ class Bin:
     """One prefix at one ratio."""
     refreshes: int = 0
     samples: int = 0
-    mean: Tensor | None = None              # (layers that the table shares,)
+    mean: Tensor | None = None              # (table's depth,)
 
 
 class Guard:
     """What was measured of each prefix, and the depth that follows from it.
 
     threshold: least mean similarity of a shared layer. trust: a prefix that was not measured gets the table's depth; if not,
-    0. every: one refresh in so many is measured (16). Remembered are the latest KNOWN prefixes, also when their K/V are evicted.
+    0. every: one refresh in so many is measured (16). The latest KNOWN pairs of prefix and ratio are
+    remembered, also when the K/V are evicted.
     """
     KNOWN = 1024
 
     def __init__(self, model: Transformer, cache: Cache, threshold: float, trust: bool, every: int | None = None):
         self.model, self.cache, self.threshold, self.trust, self.every = model, cache, threshold, trust, every or 16
-        self.bins = OrderedDict()               # (prefix, percent) -> Bin
+        self.bins = OrderedDict()               # (prefix, percent, table's depth) -> Bin
         self.measured = 0                       # token-layers so far
 
     def advise(self, ids: list, salt: str, T: int, limit: int) -> tuple[int, bool]:
         """How many layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
-        table = {at: self._leading(self.bins[prefix, at].mean) for at in BINS if (prefix, at) in self.bins}
+        table = {at: self._leading(self.bins[prefix, at, limit].mean) for at in BINS if (prefix, at, limit) in self.bins}
         if self.trust:
             depth = min(limit, table.get(here, limit))
         else:                                   # the larger r, the more alike: a smaller bin's depth is safe
@@ -99,14 +100,15 @@ class Guard:
         if entry is None:
             return False
         cost = (run.table_depth - 0.5) * run.total          # the last layer gives K and V only
-        bin = self.bins.setdefault(key, Bin())
-        self.bins.move_to_end(key)
+        bin = self.bins.get(key) or Bin()
         bin.refreshes += 1
         if bin.mean is not None and (bin.refreshes % self.every or self.measured + cost > SHARE * work):
             return False
         values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), run.table_depth)
         bin.samples += 1
         bin.mean = values if bin.mean is None else bin.mean + (values - bin.mean) / bin.samples
+        self.bins[key] = bin
+        self.bins.move_to_end(key)
         self.measured += cost
         run.measure_token_layers += cost
         while len(self.bins) > self.KNOWN:
@@ -114,7 +116,7 @@ class Guard:
         return True
 
     def _key(self, run: Running) -> tuple:
-        return hash((run.request.salt, *run.prompt[:run.prefix_len])), ratio_bin(run.prefix_len, run.total)
+        return hash((run.request.salt, *run.prompt[:run.prefix_len])), ratio_bin(run.prefix_len, run.total), run.table_depth
 
     def _leading(self, mean: Tensor) -> int:
         return int((mean >= self.threshold).long().cumprod(0).sum())

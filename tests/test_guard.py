@@ -105,6 +105,27 @@ def test_each_prefix_and_each_ratio_for_itself(model, between):
     assert [r.depth for r in salted] == [L, 2], "a tenant's measurements are its own"
 
 
+def test_a_table_finer_than_the_bins(model):
+    """Symptom: two requests of one ratio bin at different depths of the table, whose means have different lengths."""
+    engine = guarded(model, {0: 2, 82: 3}, 0.0, max_batch=1)
+    engine.counts["token_layers"], engine.guard.every = 1e9, 1
+    results = engine.generate([ask(gen_length=n) for n in (10, 8, 10, 8)])
+    assert {ratio_bin(r.prefix_tokens, P + U + n) for r, n in zip(results, (10, 8))} == {80}
+    assert [r.depth for r in results] == [2, 3, 2, 3] == [len(r.similarity) for r in results]
+
+
+def test_an_interrupted_measurement_leaves_nothing(model, monkeypatch):
+    """An interrupt while the guard compares: no page stays taken, and the next request is the first to be measured."""
+    engine = guarded(model, {0: L}, 0.0)
+    monkeypatch.setattr("guard.compare", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([ask()])
+    monkeypatch.undo()
+    assert not any(entry.users for entry in engine.cache.entries.values())
+    result, = engine.generate([ask()])
+    assert result.hit and result.measure_token_layers > 0 and result.depth == L
+
+
 def test_what_was_measured_outlives_the_entry(model, between):
     """Symptom: in a small cache every other request runs too deep, since a prefix that was lowered is forgotten when its K/V are
     evicted. The latest prefixes are remembered, and no more than KNOWN of them."""
