@@ -6,7 +6,7 @@ own `depth.json` goes first, then a published table of that name; without either
     python depth.py profile --model checkpoints/tiny --text notes.txt chats.jsonl --svg depth.svg
 
 measure one: cut texts or requests at many ratios, compare the K/V of a prefix run alone with those it has in the whole
-canvas, count the leading layers in which they stay alike (BiCache, arXiv 2606.07571). Checked: tests/test_depth.py.
+canvas, see how many leading layers stay alike (BiCache, arXiv 2606.07571, but see `safe_depth`). Checked: tests/test_depth.py.
 """
 import argparse
 import json
@@ -120,6 +120,16 @@ def closeness(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return 1 - (a - b).square().sum((0, -1)) / 4
 
 
+def safe_depth(alike: torch.Tensor) -> torch.Tensor:
+    """The depth (...) at which no layer's K/V differ, from whether each layer's do not (..., L) bool, layer 0 first.
+
+    One less than the leading layers that are alike, unless all are: a refresh at depth d starts from the stored state entering
+    layer d, which has not seen the suffix, so that layer d, too, has the K/V of the prefix alone.
+    """
+    leading = alike.long().cumprod(-1).sum(-1)
+    return torch.where(leading == alike.shape[-1], leading, (leading - 1).clamp(0))
+
+
 def cut(sample: tuple, percent: int, config, gen_length: int | None = None) -> tuple[list, int] | None:
     """Canvas and P of a sample at a ratio, as near as whole tokens allow; None if the sample cannot meet it. A sample is
     (ids, None), a text to cut anywhere; or (ids, P), a prompt with a shared prefix, as at inference: it gets as many MASK
@@ -150,7 +160,7 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
             fingerprint="", partial=None, resume=False, key="", progress=lambda cuts: None) -> Profile:
     """Measure samples (as for `cut`; read once) at ratios (percent) until each ratio has per_ratio of them.
 
-    The depth is the number of leading layers with mean >= threshold, lowered where a larger ratio has less: it grows with
+    The depth is that of the layers with mean >= threshold (`safe_depth`), lowered where a larger ratio has less: it grows with
     r and never passes what was measured. `batch` samples run together at all ratios, which share the canvas or the prefix.
     After each batch the sums are saved in `partial`; `resume` goes on from there, in the same run (`key` names the samples).
     """
@@ -185,7 +195,7 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
     had, n = [r for r, count in zip(ratios, counts) if count], counts[counts > 0]
     mean = sums[counts > 0] / n[:, None]
     worst = (bins[counts > 0].cumsum(-1) * 10 < n[:, None, None]).sum(-1).double() / (BINS - 1)
-    depths = (mean >= threshold).long().cumprod(1).sum(1).flip(0).cummin(0).values.flip(0)
+    depths = safe_depth(mean >= threshold).flip(0).cummin(0).values.flip(0)
     return Profile(had, n.tolist(), mean.tolist(), worst.tolist(), threshold, dict(zip(had, depths.tolist())), fingerprint)
 
 
@@ -212,7 +222,7 @@ def text_map(p: Profile) -> str:
     lines = [(f"layer {i}", [cell(i, r, row[i]) for r, row in zip(p.ratios, p.mean)]) for i in range(len(p.mean[0]))][::-1]
     lines += [("ratio %", p.ratios), ("depth", p.table.values()), ("samples", [f"{n}{'*' * (n < FEW)}" for n in p.samples])]
     return "\n".join("".join([f"{name:>9}", *(f"{v:>4}" for v in values)]) for name, values in lines) + (
-        f"\n= shared: mean >= {p.threshold:g} here, below and at larger ratios; * fewer than {FEW} samples")
+        f"\n= shared: mean >= {p.threshold:g} here, one layer above, below and at larger ratios; * fewer than {FEW} samples")
 
 
 def svg(p: Profile) -> str:

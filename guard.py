@@ -61,7 +61,7 @@ class Bin:
     """One prefix at one ratio."""
     refreshes: int = 0
     samples: int = 0
-    mean: Tensor | None = None              # (table's depth,)
+    mean: Tensor | None = None              # (layers,)
 
 
 class Guard:
@@ -81,7 +81,7 @@ class Guard:
     def advise(self, ids: list, salt: str, T: int, limit: int) -> tuple[int, bool]:
         """How many layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
-        table = {at: self._leading(self.bins[prefix, at, limit].mean) for at in BINS if (prefix, at, limit) in self.bins}
+        table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in BINS if (prefix, at, limit) in self.bins}
         if self.trust:
             depth = min(limit, table.get(here, limit))
         else:                                   # the larger r, the more alike: a smaller bin's depth is safe
@@ -89,7 +89,7 @@ class Guard:
         return depth, here in table
 
     def similarity(self, run: Running) -> list[float]:
-        """The running mean for a request's prefix and ratio bin, per layer that the table shares; [] if there is none."""
+        """The running mean for a request's prefix and ratio bin, of each layer that the depth rests on; [] if there is none."""
         bin = self.bins.get(self._key(run))
         return bin.mean.tolist() if bin else []
 
@@ -99,12 +99,13 @@ class Guard:
         entry, key = run.lease.entry, self._key(run)
         if entry is None:
             return False
-        cost = (run.table_depth - 0.5) * run.total          # the last layer gives K and V only
+        layers = min(run.table_depth + 1, self.model.config.layers)         # depth d lives from the K/V of layer d, too
+        cost = (layers - 0.5) * run.total                   # the last one gives K and V only
         bin = self.bins.get(key) or Bin()
         bin.refreshes += 1
         if bin.mean is not None and (bin.refreshes % self.every or self.measured + cost > SHARE * work):
             return False
-        values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), run.table_depth)
+        values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), layers)
         bin.samples += 1
         bin.mean = values if bin.mean is None else bin.mean + (values - bin.mean) / bin.samples
         self.bins[key] = bin
@@ -118,8 +119,9 @@ class Guard:
     def _key(self, run: Running) -> tuple:
         return hash((run.request.salt, *run.prompt[:run.prefix_len])), ratio_bin(run.prefix_len, run.total), run.table_depth
 
-    def _leading(self, mean: Tensor) -> int:
-        return int((mean >= self.threshold).long().cumprod(0).sum())
+    def _safe(self, mean: Tensor) -> int:
+        unknown = self.model.config.layers - len(mean)      # deeper than the table goes
+        return int(depths.safe_depth(F.pad(mean >= self.threshold, (0, unknown))))
 
 
 def ratio_bin(P: int, T: int) -> int:

@@ -64,8 +64,8 @@ class Result:
     """What a request came to. token_layers counts its denoising (README, Cost); what the encoding of a new prefix
     cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in measure_token_layers.
 
-    similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table shares; [] if
-    it was not measured. depth below table_depth: the prefix was measured and the table is too bold for it.
+    similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table's depth rests on;
+    [] if it was not measured. depth below table_depth: the prefix was measured and the table is too bold for it.
     """
     tokens: list                # without the EOS and what follows it
     finish_reason: str          # "eos", "length" or "cancelled"

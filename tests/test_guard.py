@@ -32,16 +32,17 @@ def guarded(model, table, threshold=0.9, **kw):
 
 @pytest.fixture
 def between(model):
-    """A threshold that the first two layers of `ask()` pass and the third does not."""
-    return float(alike(model, ask())[1:3].mean())
+    """A threshold that three layers of `ask()` pass and the last one does not: it makes depth 2."""
+    return float(alike(model, ask())[2:4].mean())
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4])
 def test_the_first_request_is_measured_and_equals_the_profiler(model, limit):
     """Shared K/V as they lie in their pages against the whole canvas from layer 0: what depth.similarity computes without a
-    cache, in the layers that the table shares."""
+    cache, in the layers that the table's depth rests on."""
     first, second = guarded(model, {0: limit}, 0.0, max_batch=1).generate([ask(1), ask(2)])
-    assert first.similarity == pytest.approx(alike(model, ask(1))[:limit].tolist(), abs=1e-5) and len(first.similarity) == limit
+    layers = min(limit + 1, L)
+    assert first.similarity == pytest.approx(alike(model, ask(1))[:layers].tolist(), abs=1e-5) and len(first.similarity) == layers
     assert second.similarity == first.similarity and second.measure_token_layers == 0
 
 
@@ -73,9 +74,9 @@ def test_no_token_hangs_on_being_measured(model, kw):
 def test_a_contradicted_table_gives_way(model, between):
     """The first request runs at the table's depth, those admitted behind it, at any batch size, at the measured one; their
     tokens are those of that depth."""
-    requests = [ask(i) for i in range(4)]
+    requests = [ask(i) for i in (1, 2, 3, 4)]
     for batch in (1, 4):
-        for threshold, depth_then in ((between, measured(model, between)), (0.9999, 1)):
+        for threshold, depth_then in ((between, 2), (0.9999, 0)):
             results = guarded(model, {0: L}, threshold, refresh=3, max_batch=batch).generate(requests)
             assert [r.depth for r in results] == [L] + [depth_then] * 3 and {r.table_depth for r in results} == {L}
             for depths, some in ((L, slice(0, 1)), (depth_then, slice(1, 4))):
@@ -83,15 +84,21 @@ def test_a_contradicted_table_gives_way(model, between):
                 assert [r.tokens for r in results[some]] == [r.tokens for r in fixed]
 
 
-def measured(model, threshold) -> int:
-    """Leading layers of the first request that are alike enough."""
-    return int((alike(model, ask(0)) >= threshold).long().cumprod(0).sum())
+def test_a_wrong_table_is_caught_and_accuracy_comes_back(model):
+    """Symptom: a table made for other texts shares layers whose K/V depend on what follows, and the answers are wrong for ever.
+    The first request's still are; then nothing is shared, and at R = 1 the answers are those without a cache."""
+    requests = [ask(i) for i in range(6)]
+    exact = [r.tokens for r in Engine(model, cache="none", cache_mb=8).generate(requests)]
+    blind = [r.tokens for r in guarded(model, {0: L}, measure=0, refresh=1).generate(requests)]
+    assert sum(a == b for a, b in zip(blind, exact)) <= 1
+    results = guarded(model, {0: L}, 0.9999, refresh=1).generate(requests)
+    assert results[0].tokens == blind[0] and [r.tokens for r in results[1:]] == exact[1:]
 
 
 def test_never_raised_past_the_table(model):
     """However alike the K/V are, a prefix gets no more than the table says, at its own ratio."""
     results = guarded(model, {0: 1, 90: 3}, 0.0, max_batch=1, measure=1, refresh=1).generate([ask(i) for i in range(3)])
-    assert [r.depth for r in results] == [1, 1, 1] and all(len(r.similarity) == 1 for r in results)
+    assert [r.depth for r in results] == [1, 1, 1] and all(len(r.similarity) == 2 for r in results)
 
 
 def test_each_prefix_and_each_ratio_for_itself(model, between):
@@ -111,7 +118,7 @@ def test_a_table_finer_than_the_bins(model):
     engine.counts["token_layers"], engine.guard.every = 1e9, 1
     results = engine.generate([ask(gen_length=n) for n in (10, 8, 10, 8)])
     assert {ratio_bin(r.prefix_tokens, P + U + n) for r, n in zip(results, (10, 8))} == {80}
-    assert [r.depth for r in results] == [2, 3, 2, 3] == [len(r.similarity) for r in results]
+    assert [r.depth for r in results] == [2, 3, 2, 3] and [len(r.similarity) for r in results] == [3, 4, 3, 4]
 
 
 def test_an_interrupted_measurement_leaves_nothing(model, monkeypatch):
@@ -151,19 +158,19 @@ def test_the_mean_runs_and_may_recover(model):
     engine = guarded(model, {0: L}, 0.0, max_batch=1)
     engine.generate([ask()])
     bin, = engine.guard.bins.values()
-    engine.guard.threshold, bin.mean = 0.5, torch.tensor([1.0] + [0.0] * (L - 1), dtype=torch.float64)
+    engine.guard.threshold, bin.mean = 0.45, torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     engine.guard.every, engine.counts["token_layers"] = 1, 1e9
     results = engine.generate([ask(i) for i in range(12)])
     assert results[0].depth == 1 and results[-1].depth > 1
     exact = torch.stack([alike(model, ask(i)) for i in range(12)])
-    assert results[-1].similarity == pytest.approx([1, *(exact.sum(0) / 13).tolist()[1:]], abs=1e-5)
+    assert results[-1].similarity == pytest.approx(((exact.sum(0) + torch.tensor([1, 1, 0, 0])) / 13).tolist(), abs=1e-5)
 
 
 def test_cost_stays_within_two_percent(monkeypatch):
     """At the default rate, for requests of the README's example (P = 900, S = 316, 128 steps, R = 16, half of the layers
     shared): the very first request stays below 2%. Short requests at R = 1, where each look is dear: all but a prefix' first
     wait until they are paid for. Rows are counted by hooks, not by the guard's own books."""
-    model = tiny(layers=4, max_len=1300)
+    model = tiny(layers=6, max_len=1300)
     rows = []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda m, a: rows.append(a[0].shape[0] * a[0].shape[1]))
@@ -171,12 +178,12 @@ def test_cost_stays_within_two_percent(monkeypatch):
     work = []
     for measure in (0, None):
         rows.clear()
-        engine = Engine(model, table=depth.Table({0: 2}, 0.0), cache_mb=64, max_batch=1, measure=measure)
+        engine = Engine(model, table=depth.Table({0: 3}, 0.0), cache_mb=64, max_batch=1, measure=measure)
         results = engine.generate(requests)
         work.append(sum(rows))
     first, T = results[0], 900 + 60 + 256
-    assert first.measure_token_layers == 1.5 * T < 0.02 * (first.token_layers + first.encode_token_layers)
-    assert engine.counts["measurements"] == 2 and work[1] - work[0] == 2 * 2 * T < 0.02 * work[0]       # at refreshes 1 and 16
+    assert first.measure_token_layers == 3.5 * T < 0.02 * (first.token_layers + first.encode_token_layers)
+    assert engine.counts["measurements"] == 2 and work[1] - work[0] == 2 * 4 * T < 0.02 * work[0]       # at refreshes 1 and 16
 
     engine = Engine(tiny(), table=depth.Table({0: 4}, 0.0), cache_mb=8, refresh=1, measure=1)
     results = engine.generate([ask(i) for i in range(150)])
@@ -192,7 +199,7 @@ def test_one_read_a_measurement(model, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(tuple(self.shape)), original(self))[1])
     engine = guarded(model, {0: 3}, 0.0)
     engine.generate([ask(i) for i in range(3)])
-    assert engine.counts["measurements"] == 1 and reads.count((3,)) == 1
+    assert engine.counts["measurements"] == 1 and reads.count((4,)) == 1
     assert len(reads) == engine.counts["host_reads"] == engine.counts["passes"] + 1
 
 
@@ -264,7 +271,7 @@ def test_results_and_json_tell_what_was_measured(text_folder, capsys):
            "--prompt", "a", "--prompt", "b", "--gen-length", "6", "--max-batch", "1", "--no-eos"]
     assert generate.main([*say, "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["table_depth"] == first["depth"] == len(first["similarity"]) == 2 and first["measure_token_layers"] > 0
+    assert first["table_depth"] == first["depth"] == len(first["similarity"]) - 1 == 2 and first["measure_token_layers"] > 0
     lowest = min(first["similarity"])
     assert lowest < 0.97 and second["depth"] < second["table_depth"] == 2
     assert generate.main(say) == 0

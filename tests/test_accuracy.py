@@ -1,0 +1,289 @@
+"""The accuracy bench: its questions, its statistics, its files and its verdicts. The engine is tested elsewhere."""
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+
+import pytest
+import torch
+from conftest import ROOT
+
+from bench import accuracy, report
+from bench.accuracy import Setup, choose, make_setups
+from bench.asked import RATIOS, draw_questions, staff
+from depth import similarity
+from model import load
+from tokenizer import Tokenizer
+
+TINY = ROOT / "checkpoints" / "tiny"
+SMALL = ["--model", str(TINY), "--questions", "1", "--ratios", "0.7", "--max-batch", "2", "--few", "1", "--slow", "1", "--states", "1"]
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return draw_questions(Tokenizer.from_folder(TINY), 12)
+
+
+# -- questions ----------------------------------------------------------------------------------------------------
+
+def test_as_many_questions_of_each_kind_at_each_ratio(questions):
+    """The ratio is met to within two points, and nearly always to one; no answer is longer than its masks."""
+    assert Counter((q.kind, q.target) for q in questions) == {(kind, r): 2 for kind in staff.KINDS for r in RATIOS}
+    tokenizer = Tokenizer.from_folder(TINY)
+    for q in questions:
+        assert abs(q.ratio - q.target) < 0.02 and len(q.prompt) + q.gen_length <= 1024
+        assert len(tokenizer.encode(q.answer)) < q.gen_length
+        shared = next(other for other in questions if other.document == q.document)
+        assert q.prompt[:q.prefix_len] == shared.prompt[:q.prefix_len], "the questions on a document stand behind one prefix"
+    assert sum(abs(q.ratio - q.target) < 0.01 for q in questions) > 0.9 * len(questions)
+
+
+def test_questions_are_held_out_and_have_one_answer(questions, monkeypatch):
+    """Their seeds are their own, so is each list; a question is asked once, and the texts agree that its answer is the only one."""
+    seeds = []
+    monkeypatch.setattr("bench.asked.random.Random", lambda seed, real=staff.random.Random: seeds.append(seed) or real(seed))
+    tokenizer = Tokenizer.from_folder(TINY)
+    assert draw_questions(tokenizer, 2, (0.5,)) and draw_questions(tokenizer, 2, (0.5,), seed=1)
+    assert len({*seeds}) == len(seeds) and all(seed.startswith("accuracy/") for seed in seeds)
+    monkeypatch.undo()
+    asked = Counter((q.document, q.own) for q in questions)
+    assert set(asked.values()) == {1}
+    for q in questions:
+        text = tokenizer.decode(q.prompt[:q.prefix_len])
+        if found := re.fullmatch(r"Who (?:is in|has) room (\d+)\?", q.own):
+            named = re.findall(rf"(\w+) (?:is in|works in \w+, in|has) room {found[1]}\b|(\w+) reports to \w+ and is in room {found[1]}\b"
+                               rf"|(\w+) leads the team and is in room {found[1]}\b", text.split("?")[0])
+            assert len({*filter(None, sum(named, ()))}) == 1, (q.own, text)
+        if found := re.fullmatch(r"How many people (?:are|work) in (\w+)\?", q.own):
+            listed = re.match(r"\s*Staff list:.*?\.(?=\s*(?:Wh|How|$))", text)[0]
+            assert q.answer == f"The number of people in {found[1]} is {len(re.findall(found[1], listed))}."
+
+
+def test_a_kind_that_no_list_has_is_named(monkeypatch):
+    monkeypatch.setattr(staff, "KINDS", (*staff.KINDS, "riddle"))
+    with pytest.raises(ValueError, match="riddle.*leave out"):
+        draw_questions(Tokenizer.from_folder(TINY), 1, (0.5,))
+
+
+def test_a_part_of_the_questions_is_spread_over_kinds_and_ratios(questions):
+    part = [questions[i] for i in choose(questions, 6)]
+    assert Counter((q.kind, q.target) for q in part) == {(kind, r): 1 for kind in staff.KINDS for r in RATIOS}
+    assert Counter(questions[i].kind for i in choose(questions, 4)) == dict.fromkeys(staff.KINDS, 4)
+    assert choose(questions, None) == list(range(len(questions)))
+
+
+def test_setups_cover_modes_depths_intervals_and_windows():
+    setups = make_setups(8, 120, 48, 0)
+    assert len({s.name for s in setups}) == len(setups)
+    whole = {(s.cache, s.window, s.refresh, s.depth) for s in setups if s.asked is None}
+    assert {("bicache", "all", "16", d) for d in (*range(9), "auto")} | {(c, w, None, None) for c in ("none", "naive")
+                                                                       for w in ("all", "block")} <= whole
+    for cache, depth in (("intra", None), ("bicache", "auto")):
+        every = {(s.refresh, s.window) for s in setups if (s.cache, s.depth) == (cache, depth)}
+        assert every == {(R, w) for R in ("1", "4", "16", "inf") for w in ("all", "block")}
+    grid = {(s.depth, s.refresh, s.window) for s in make_setups(8, 120, 48, 60) if s.depth in range(9)}
+    assert len(grid) == 9 * 4 * 2
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("right, n, low, high", [      # Newcombe 1998 (Statist. Med. 17, 857), table I, method 3
+    (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1.0)])
+def test_wilson(right, n, low, high):
+    assert report.wilson(right, n) == pytest.approx((low, high), abs=6e-5)
+
+
+def test_paired_difference():
+    """By hand for one case; a difference turned round turns its interval; none changed still leaves doubt."""
+    point, low, high = report.paired(lost=12, won=2, n=50)
+    middle, half = (3 - 13) / 52, 1.959964 * math.sqrt((16 / 52 - (10 / 52) ** 2) / 52)
+    assert (point, low, high) == pytest.approx((-20, 100 * (middle - half), 100 * (middle + half)))
+    assert report.paired(2, 12, 50) == pytest.approx((20, -high, -low))
+    assert report.paired(0, 0, 500) == pytest.approx((0, -0.552, 0.552), abs=1e-3)
+
+
+@pytest.mark.parametrize("lost, won", [(0.05, 0.05), (0.2, 0.05), (0.02, 0.0), (0.3, 0.3)])
+def test_paired_interval_covers(lost, won, n=60):
+    """Over all outcomes of 60 questions the interval holds the true difference in about 95 of 100."""
+    covered, fact = 0, math.factorial
+    for b in range(n + 1):
+        for c in range(n + 1 - b):
+            _, low, high = report.paired(b, c, n)
+            if low <= 100 * (won - lost) <= high:
+                covered += (fact(n) // fact(b) // fact(c) // fact(n - b - c)) * lost**b * won**c * (1 - lost - won)**(n - b - c)
+    assert covered > 0.94
+
+
+def test_mcnemar():
+    assert report.mcnemar(0, 0) == report.mcnemar(5, 5) == 1
+    assert report.mcnemar(0, 10) == report.mcnemar(10, 0) == pytest.approx(2 / 1024)
+    assert report.mcnemar(12, 2) == pytest.approx(2 * (1 + 14 + 91) / 2**14)
+
+
+def test_states_are_those_of_the_profiler(questions):
+    """The mean over prefix tokens is what depth.similarity says of the same canvas; the first layer never changes."""
+    model = load(TINY)
+    ours = accuracy.states(model, questions, 1)
+    pair = [q for q in questions if q.kind == "lookup"][:2]
+    assert pair[0].document == pair[1].document
+    one = accuracy.states(model, pair, 1)["lookup"]
+    canvas = pair[0].prompt + [model.config.mask_id] * pair[0].gen_length
+    assert torch.allclose(torch.tensor(one["alone"][0], dtype=torch.float64), similarity(model, [canvas], [pair[0].prefix_len])[0], atol=1e-5)
+    for kind in staff.KINDS:
+        assert ours[kind]["n"] == 1 and ours[kind]["between"][0][0] == 1.0
+        mean, decile, lowest = torch.tensor(ours[kind]["between"]).unbind()
+        assert (mean >= lowest).all() and (decile >= lowest).all()
+
+
+# -- files and the command ----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def setups():
+    """Few, for the tests: the real list has 48."""
+    return [Setup("none"), Setup("none", "block"), Setup("naive"), Setup("intra", refresh="16"), Setup("bicache", refresh="16", depth="auto"),
+            Setup("bicache", refresh="16", depth="auto", guard=False), *(Setup("bicache", refresh="16", depth=d) for d in range(9)),
+            Setup("none", pace="slow", asked=1), Setup("bicache", refresh="4", depth="auto", pace="slow", asked=1)]
+
+
+def bench(capsys, *args):
+    code = accuracy.main([*SMALL, *map(str, args)])
+    return code, *capsys.readouterr()
+
+
+def test_parts_make_the_whole_and_a_stopped_run_goes_on(setups, monkeypatch, tmp_path, capsys):
+    """Two parts in files of their own, the second one cut off and resumed, say what a run at one go says. A torn last line and
+    files of other runs are refused."""
+    monkeypatch.setattr(accuracy, "make_setups", lambda *_: setups)
+    whole, *parts = (tmp_path / name for name in ("whole.jsonl", "1.jsonl", "2.jsonl"))
+    code, out, _ = bench(capsys, "--out", whole, "--svg", tmp_path / "whole.svg")
+    assert code == 0
+    summary = json.loads(out.strip().split("\n")[-1])
+    assert set(summary["setups"]) == {s.name for s in setups} and summary["env"]["dtype"] == "float32"
+    assert summary["setups"]["none, all"]["saved"] == 0 < summary["setups"]["bicache auto, R 16, all"]["saved"] < 1
+    assert summary["setups"]["none, all"]["kinds"]["lookup"]["right"] == 1, "the embedded model reads"
+
+    for part in ("1/2", "2/2"):
+        code, out, _ = bench(capsys, "--out", parts[int(part[0]) - 1], "--part", part)
+        assert code == 0 and "missing yet" in out
+    lines = parts[1].read_text().splitlines(keepends=True)
+    parts[1].write_text("".join(lines[:3]))
+    bench(capsys, "--out", parts[1], "--part", "2/2")
+    again = parts[1].read_text().splitlines(keepends=True)
+    assert again[:3] == lines[:3] and len(again) == len(lines), "what stood there was not measured again"
+    strip = lambda found: {name: {k: v for k, v in row.items() if k != "seconds"} for name, row in found["rows"].items()}
+    assert strip(report.read(parts)) == strip(report.read([whole]))
+    code, out, _ = bench(capsys, "--report", *parts, "--svg", tmp_path / "parts.svg")
+    assert code == 0 and json.loads(out.strip().split("\n")[-1])["verdicts"] == summary["verdicts"]
+    assert (tmp_path / "parts.svg").read_text() == (tmp_path / "whole.svg").read_text()
+
+    code, out, err = bench(capsys, "--out", whole, "--seed", 1)
+    assert code == 2 and err.startswith(f"accuracy.py: {whole} was measured with another seed") and err.count("\n") == 1
+    code, out, err = bench(capsys, "--out", whole, "--threshold", 0.5)
+    assert code == 2 and "another threshold" in err
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text("".join(lines)[:-10])
+    code, out, err = bench(capsys, "--report", torn)
+    assert code == 2 and f"line {len(lines)} of {torn} is no result" in err
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--part", "3/2"], "--part is K/N"), (["--part", "1/2"], "--part wants --out"), (["--ratios", "0.99"], "--ratios run from"),
+    (["--questions", "-1"], "start at 1"), (["--report", "x", "--out", "y"], "measures nothing"), (["--ratios", "half"], "numbers")])
+def test_bad_options(args, words, capsys):
+    with pytest.raises(SystemExit) as e:
+        accuracy.main(args)
+    assert e.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_result(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"setup": "none, all"}\n')
+    code, _, err = bench(capsys, "--report", tmp_path / "a.jsonl")
+    assert code == 2 and "no header" in err
+    assert bench(capsys, "--report", tmp_path / "b.jsonl")[0] == 2
+
+
+# -- verdicts -----------------------------------------------------------------------------------------------------
+
+def made_up(lost: dict, n=500, layers=2, dependence=None) -> dict:
+    """Results on kinds "easy" and "hard" at two ratios in which a setup loses every so-manieth answer of a kind: {(setup,
+    kind): share}."""
+    kind, target = ["easy", "hard"] * n, [0.5, 0.5, 0.9, 0.9] * (n // 2)
+    need = ["none, all", "none, block", "naive, all", "intra, R 16, all", report.DEFAULT, report.TABLE,
+            *(f"bicache depth {d}, R 16, all" for d in range(layers + 1)), "none, all, slow", "bicache auto, R 4, all, slow"]
+    header = dict(layers=layers, table={"40": 1, "80": 2}, questions=f"{2 * n} of abc", kinds=["easy", "hard"], kind=kind, target=target,
+                  document=list(range(2 * n)), ratio=target, canvas=[100] * (2 * n), need=need)
+    rows = {}
+    for name in need:
+        places = [0, 1] if name.endswith("slow") else None
+        right = ["1"] * (2 * n)
+        for k, which in enumerate(header["kinds"]):
+            for i in range(round(lost.get((name, which), 0) * n)):
+                right[2 * i + k] = "0"
+        count = 2 if places else 2 * n
+        rows[name] = dict(setup=name, places=places, right="".join(right[:count]), answers=[int(x) for x in right[:count]],
+                          depths=[1] * count, forwards=[3] * count, refreshes=[1] * count,
+                          work=[10 if "none" in name else 4] * count, total={}, seconds=1)
+    layer = lambda x: [[1.0, 1 - x]] * 3
+    rows["states"] = {"setup": "states"} | {k: dict(n=4, alone=layer(0.1), between=layer((dependence or {}).get(k, 0.01)), named=layer(0.1)[:1])
+                                            for k in header["kinds"]}
+    return dict(header=header, rows=rows)
+
+
+def said(found):
+    return "\n".join(report.verdicts(report.Results(found)))
+
+
+def test_verdict_where_naive_reuse_breaks_a_kind_and_bicache_does_not(capsys):
+    found = made_up({("naive, all", "hard"): 0.4, ("bicache depth 2, R 16, all", "hard"): 0.4}, n=1000, dependence={"hard": 0.2})
+    words = said(found)
+    assert "naive reuse, easy: holds, +0.0" in words and "naive reuse, hard: collapses, -40.0" in words
+    assert "fixed depths of 2 layers surely lose" in words and "keep its answers: what naive reuse lacks" in words
+    assert "with the question (worst decile of tokens, worst layer): hard 0.200, easy 0.010; the kinds that collapse change" in words
+    assert "within 1.8 points of none on every kind (published): yes\n" in words
+    assert "within 0.5 points of none on every kind (ours): yes\n" in words
+    report.show(found)
+    assert "hard" in capsys.readouterr().out
+    found["rows"]["states"]["easy"]["between"] = [[0.5, 0.5]] * 3
+    assert "easy 0.500, hard 0.200; not by itself the reason" in said(found)
+    found = made_up({(name, "hard"): 0.4 for name in ("naive, all", report.INTRA)})
+    assert "lose them as well: keeping K/V is the matter" in said(found)
+
+
+def test_verdict_where_bicache_loses_and_naive_reuse_holds():
+    words = said(made_up({(report.DEFAULT, "hard"): 0.01, ("naive, all", "easy"): 0.002}))
+    assert "collapses," not in words and "why: no kind surely collapses" in words
+    assert "hard: -1.0" in words and "within 0.5 points of none on every kind (ours): NO" in words
+    assert "within 1.8 points of none on every kind (published): yes, the intervals not of all" in words
+    assert "within 1.8 points of none on every kind (published): NO" in said(made_up({(report.DEFAULT, "hard"): 0.03}))
+
+
+def test_verdict_without_enough_to_tell():
+    words = said(made_up({("naive, all", "hard"): 0.2}, n=20))
+    assert "naive reuse, hard: cannot be told" in words
+    words = said(made_up({(name, "hard"): 0.95 for name in ("none, all", "naive, all", report.DEFAULT)}))
+    assert "hard: holds (none knows only 5%: little to lose)" in words
+
+
+def test_a_part_is_held_against_none_on_the_same_questions():
+    r = report.Results(made_up({("none, all", "easy"): 1.0}))
+    assert r.changes("bicache auto, R 4, all, slow", "easy") == (0, 0, 1) and r.changes("naive, all", "easy") == (0, 500, 500)
+    assert r.saved("bicache auto, R 4, all, slow") == pytest.approx(0.6)
+
+
+def test_picture():
+    """A panel for each kind; at each ratio a line, none's level, and a ring where the table stands."""
+    root = ElementTree.fromstring(report.draw(made_up({("bicache depth 2, R 16, all", "hard"): 0.4})))
+    tag = lambda node, name: node.findall(f"{{http://www.w3.org/2000/svg}}{name}")
+    panels = {g.get("id"): g for g in tag(root, "g")}
+    assert set(panels) == {"easy", "hard"} and not tag(root, "rect")
+    width, height = map(float, root.get("viewBox").split()[2:])
+    inner = lambda panel, name: [node for group in tag(panel, "g") for node in tag(group, name)]
+    for panel in panels.values():
+        lines = [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in inner(panel, "polyline")]
+        rings = [(float(c.get("cx")), float(c.get("cy"))) for c in inner(panel, "circle")]
+        assert [len(line) for line in lines] == [3, 3] and rings == [lines[0][1], lines[1][2]]
+        assert all(0 <= x <= width and 0 <= y <= height for line in lines for x, y in line)
+    ends = lambda kind: [p.split(",")[1] for p in inner(panels[kind], "polyline")[0].get("points").split()][::2]
+    assert len({*ends("easy")}) == 1 and float(ends("hard")[1]) > float(ends("hard")[0]), "down is worse"
