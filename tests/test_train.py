@@ -1,13 +1,29 @@
-"""The training recipe runs, is reproducible, and goes on after a stop."""
+"""The training recipe runs, is reproducible, and goes on after a stop; who may not see whom is kept, and questions have one answer."""
 import json
+import random
+import re
 import subprocess
 import sys
 
+import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
-SMALL = ["--layers", "5", "--width", "128", "--batch", "512", "--no-compile", "--eval-docs", "1"]
+from model import Config, Transformer
+
+sys.path.insert(0, str(ROOT / "tools"))
+import staff                        # noqa: E402
+from sequences import LATE, STATS, batch        # noqa: E402
+from staff import ASSISTANT, END, USER          # noqa: E402
+from train_tiny import hidden       # noqa: E402
+
+SMALL = ["--layers", "8", "--width", "128", "--batch", "512", "--no-compile", "--eval-docs", "1"]
+
+
+@pytest.fixture(scope="module")
+def lang():
+    return staff.Language()
 
 
 def train(folder, name, *args):
@@ -31,3 +47,84 @@ def test_training_is_reproducible_and_resumable(tmp_path):
     engine = Engine.from_folder(tmp_path / "c", cache="none", cache_mb=4)
     ids, _ = engine.tokenizer.render({"prefix": "Staff list: Kim leads the team.", "prompt": "Who leads the team?"})
     assert engine.generate([Request(ids, gen_length=4)])[0].forwards <= 4
+
+
+def chats(lang, steps):
+    """(ids, document, question, answer, length, kind, low, high) of chats as they are trained on: where the document ends, the last
+    question and its answer begin; what each row sees (T, T) in the layers below LATE and in the others."""
+    for step in range(steps):
+        ids, weights, kinds, biases, total = batch(random.Random(step), lang, 12, [1.0] * len(STATS[1:]), 1500)
+        T = ids.shape[1]
+        low, high = (bias.expand(len(ids), 1, T, T)[:, 0] == 0 for bias in biases)
+        for b, row in enumerate(ids.tolist()):
+            if USER not in row:
+                continue            # a restatement
+            last = lambda token: T - 1 - row[::-1].index(token)
+            n = int(high[b].any(0).nonzero().max()) + 1                     # nobody sees what is behind it
+            yield row, row.index(END) + 1, last(USER), last(ASSISTANT) + 1, n, STATS[int(kinds[b, last(ASSISTANT) + 1])], low[b], high[b]
+
+
+def test_what_rows_do_not_see(lang):
+    """A blind answer sees the document and itself and nothing else; rows alone see only what precedes the last question; all
+    others see all. Four of five answers of the kinds in MARKED are blind, and half of those have the document alone below LATE."""
+    count = {"blind": 0, "seeing": 0, "half alone": 0, "alone": 0, "easy and blind": 0}
+    for ids, document, question, answer, n, kind, low, high in chats(lang, 60):
+        rows, here = torch.arange(len(ids))[:, None], torch.arange(len(ids))
+        blind, alone_low, alone_high = not high[answer, question], not low[0, n - 1], not high[0, n - 1]
+        for sees, alone in ((low, alone_low), (high, alone_high)):
+            hidden_rows = (here >= n) | (blind & (rows >= answer) & (here >= document) & (here < answer))
+            hidden_rows = hidden_rows | (alone & (rows <= question) & (here > question))
+            assert torch.equal(sees, ~hidden_rows)
+        if kind in staff.MARKED:
+            count["blind" if blind else "seeing"] += 1
+            count["half alone"] += alone_low
+            assert not alone_high and (blind or not alone_low)
+        else:
+            assert kind == "blind" or not blind
+            count["easy and blind"] += blind
+            count["alone"] += alone_high
+    assert 2 < count["blind"] / count["seeing"] < 8 and 0.35 < count["half alone"] / count["blind"] < 0.65, count
+    assert count["alone"] > 20 and count["easy and blind"] > 20, count
+
+
+def test_a_blind_answer_knows_the_question_from_the_document_only(lang):
+    """Another question changes nothing in a blind answer whose document is alone; where the document sees the question, or the
+    answer does, all of its rows change. `hidden` uses the first bias in the layers below LATE, the second in the others."""
+    model = Transformer(Config(layers=LATE + 1, hidden=64, heads=2, kv_heads=2, mlp=64, vocab=lang.size, max_len=256, theta=1e4,
+                               eps=1e-5, mask_id=0, eos_id=1, qkv_bias=False, tied=True)).requires_grad_(False)
+    document = "Staff list: Kim works in Oslo, in room 42, and leads the team."
+    ids = torch.tensor([lang.prompt(document, f"Which room is {name} in?") + [staff.MASK] * 4 for name in ("Kim", "Tom")])
+    T, question = ids.shape[1], ids[0].tolist().index(USER)
+    row, here, answer = torch.arange(T)[:, None], torch.arange(T), T - 4
+    blind, alone = (row >= answer) & (here >= question) & (here < answer), (row <= question) & (here > question)
+    bias = lambda hide: torch.where(hide, -1e9, 0.0)[None, None].expand(2, 1, T, T)
+    for low, high, same in ((blind | alone, blind | alone, True), (blind | alone, blind, True), (blind, blind | alone, False),
+                            (blind, blind, False), (alone, alone, False)):
+        x = hidden(model, ids, (bias(low), bias(high)))[:, answer:]
+        assert torch.equal(x[0], x[1]) == same
+        assert same or (x[0] != x[1]).any(-1).all()
+
+
+def test_questions_have_exactly_one_answer(lang):
+    """Of the kinds in MARKED: one person of the list fits, more than one fits each half; and all words are one token each."""
+    asked = dict.fromkeys(staff.MARKED, 0)
+    for i in range(60):
+        rng = random.Random(f"one answer/{i}")
+        persons = staff.team(rng, rng.randint(3, 30))
+        for kind, question, answer in staff.questions(rng, persons):
+            for text in (question, answer):
+                assert len(lang.ids(text)) == len(re.findall(r"'s|\w+|[^\w\s]", text)), text
+            if kind == "other":
+                names, city = re.fullmatch(r"Who besides (.+) is in (\w+)\?", question).groups()
+                there = [p.name for p in persons if p.city == city]
+                fit, halves = [name for name in there if name not in names.split(" and ")], [there]
+                assert set(names.split(" and ")) < set(there)
+            elif kind == "both":
+                city, manager = re.fullmatch(r"Who in (\w+) reports to (\w+)\?", question).groups()
+                halves = [[p.name for p in persons if p.city == city], [p.name for p in persons if p.manager == manager]]
+                fit = sorted(set(halves[0]) & set(halves[1]))
+            else:
+                continue
+            asked[kind] += 1
+            assert [f"It is {name}." for name in fit] == [answer] and all(len(half) > 1 for half in halves), question
+    assert all(n > 20 for n in asked.values()), asked

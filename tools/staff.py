@@ -1,8 +1,8 @@
 """The language that the embedded checkpoint reads and writes: staff lists in English, and questions about them.
 
 A staff list says of each person the room, the city and the manager (one of the list; one person leads the team). All
-is drawn from a `random.Random`, so the same seed gives the same document. Questions have exactly one answer, and an
-answer is a sentence that restates the fact:
+is drawn from a `random.Random`, so the same seed gives the same document. Questions have exactly one answer, a sentence that
+restates the fact; for those in MARKED it only names the person, so that no part of an answer tells the rest of it:
 
     python tools/staff.py --people 5 --seed 1           # print a document with its questions and answers
 
@@ -12,6 +12,7 @@ Each word, name, city and number is one token of the checkpoint's tokenizer; a p
 """
 import argparse
 import functools
+import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ NAMES = ("Ada Amy Ann Ben Bob Cal Dan Dana Dora Ed Ella Emma Eva Finn Fred Gina 
          "Sam Sara Ted Tina Tom Uma Vera Walt Will Yan Zoe").split()
 CITIES = "Accra Bern Cairo Delhi Lima Oslo Paris Quito Riga Rome Sofia Tokyo".split()
 ROOMS = range(10, 100)
-KINDS = ("lookup", "reverse", "two_hop", "counting")
+KINDS = ("lookup", "reverse", "two_hop", "counting", "both", "other")
+MARKED = ("both", "other")      # two conditions that together one person meets; trained so that a prefix run alone cannot know
 MOST = 6                        # people in one city, and people who report to one manager: so counts are small
 
 OPENING = "Staff list:"
@@ -116,6 +118,13 @@ def questions(rng: random.Random, persons: list[Person]) -> list[tuple[str, str,
             f"How many people work in {city}?")
         if len(names) == 1:
             ask("reverse", f"{names[0]} is in {city}.", f"Who is in {city}?", f"Who works in {city}?")
+        for name in names if 2 <= len(names) <= 3 else ():
+            others = rng.sample([x for x in names if x != name], len(names) - 1)
+            ask("other", f"It is {name}.", f"Who besides {' and '.join(others)} is in {city}?")
+    for p in persons:
+        peers = [x for x in persons if p.manager and x.manager == p.manager]
+        if len(in_city[p.city]) > 1 < len(peers) and [x for x in peers if x.city == p.city] == [p]:
+            ask("both", f"It is {p.name}.", f"Who in {p.city} reports to {p.manager}?")
     return out
 
 
@@ -125,6 +134,16 @@ def sample(rng: random.Random, people: int | None = None) -> tuple[str, list[tup
     text, qa = tell(rng, persons), questions(rng, persons)
     rng.shuffle(qa)
     return text, qa
+
+
+def ask(rng: random.Random, kind: str, people: int) -> tuple[str, str, str]:
+    """(text, question, answer) of this kind. Documents are drawn until one has such a question, with one person more (up to
+    30) after each twenty that have none: small ones often have none of MARKED."""
+    for i in itertools.count():
+        text, qa = sample(rng, min(people + i // 20, 30))
+        for found, question, answer in qa:
+            if found == kind:
+                return text, question, answer
 
 
 class Language:
@@ -165,12 +184,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="print a staff list with its questions and answers")
     parser.add_argument("--people", type=int, help="persons in the list (default: drawn from 3 to 30)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the document (default 0)")
-    parser.add_argument("--chats", type=int, metavar="N", help="instead: N documents with a question each, as lines of JSON")
+    parser.add_argument("--chats", type=int, metavar="N", help="instead: N documents with a question each, kinds in turn, as JSON lines")
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    for _ in range(args.chats or 0):
-        text, qa = sample(rng, args.people)
-        print(json.dumps({"prefix": text, "prompt": qa[0][1]}))
+    for i in range(args.chats or 0):
+        text, question, _ = ask(rng, KINDS[i % len(KINDS)], args.people or rng.randint(3, 30))
+        print(json.dumps({"prefix": text, "prompt": question}))
     if not args.chats:
         text, qa = sample(rng, args.people)
         print(text)
