@@ -12,6 +12,11 @@ import depth
 import generate
 from engine import Engine, Request
 from guard import SHARE, ratio_bin
+from model import load
+from tokenizer import Tokenizer
+
+sys.path.insert(0, str(ROOT / "tools"))
+import staff        # noqa: E402
 
 P, U, G, L = 70, 6, 10, 4
 
@@ -93,6 +98,33 @@ def test_a_wrong_table_is_caught_and_accuracy_comes_back(model):
     assert sum(a == b for a, b in zip(blind, exact)) <= 1
     results = guarded(model, {0: L}, 0.9999, refresh=1).generate(requests)
     assert results[0].tokens == blind[0] and [r.tokens for r in results[1:]] == exact[1:]
+
+
+def test_the_embedded_model_with_a_table_that_is_too_bold():
+    """All layers shared, "Who besides Ann is in Oslo?" is mostly answered wrongly: its answer is read off document rows that must
+    have seen the question. The guard finds that out at the first question on each list; the next ones are answered as without a
+    cache."""
+    path, requests, answers = ROOT / "checkpoints" / "tiny", [], []
+    model, tokenizer = load(path).pack(), Tokenizer.from_folder(path)
+    for i in range(3):
+        text, qa = staff.sample(random.Random(f"too bold/{i}"), 16)
+        asked = [(question, answer) for kind, question, answer in qa if kind == "other"][:5]
+        for question, answer in asked:
+            ids, P = tokenizer.render({"prefix": text, "prompt": question})
+            requests.append(Request(ids, prefix_len=P, gen_length=24, threshold=0.9))
+            answers.append(answer)
+    first = [i for i, r in enumerate(requests) if i == 0 or r.prompt[:r.prefix_len] != requests[i - 1].prompt[:r.prefix_len]]
+    rest = [i for i in range(len(requests)) if i not in first]
+    right = {}
+    for name, options in (("none", dict(cache="none")), ("table", dict(measure=0)), ("guard", dict())):
+        if name != "none":
+            options |= dict(table=depth.Table({0: 8}, 0.98))
+        results = Engine(model, tokenizer=tokenizer, **options).generate(requests)
+        right[name] = [tokenizer.decode(r.tokens).strip() == answer for r, answer in zip(results, answers)]
+    assert len(first) == 3 and len(rest) >= 8
+    assert all(results[i].depth == 8 for i in first) and all(0 < results[i].depth <= 3 for i in rest)
+    count = {name: sum(right[name][i] for i in rest) for name in right}
+    assert count["none"] >= len(rest) - 1 <= count["guard"] and count["table"] <= len(rest) // 2, count
 
 
 def test_never_raised_past_the_table(model):
