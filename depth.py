@@ -72,7 +72,7 @@ def find_table(folder, layers: int) -> Table | None:
     last = lambda name: Path(str(name)).name.lower()
     for name, (count, table) in PUBLISHED.items():
         if count == layers and last(name) in (last(folder.resolve()), last(origin)):
-            return Table(table)
+            return Table({r: d if d == count else d - 1 for r, d in table.items()})     # `safe_depth`: they count layers that are alike
     warnings.warn(f"{folder} has no depth table: depth 0 is used, no layer is shared; measure one: {remedy}", stacklevel=2)
     return None
 
@@ -121,7 +121,7 @@ def closeness(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def safe_depth(alike: torch.Tensor) -> torch.Tensor:
-    """The depth (...) at which no layer's K/V differ, from whether each layer's do not (..., L) bool, layer 0 first.
+    """The largest depth (...) at which no layer's K/V differ, from whether each layer's do not (..., L) bool, layer 0 first.
 
     One less than the leading layers that are alike, unless all are: a refresh at depth d starts from the stored state entering
     layer d, which has not seen the suffix, so that layer d, too, has the K/V of the prefix alone.

@@ -64,7 +64,7 @@ class Engine:
             if not isinstance(value, (int, float)) or not 0 < (value if name == "cache_mb" else whole(name, value)) < 2**40:
                 raise ValueError(f"{name} is {value!r}; it must be a positive number")
         auto = cache == "bicache" and depth == "auto"
-        guard.check(measure, self_profile, auto)
+        guard.check(measure, self_profile, table, auto)
         if auto and table is None and not self_profile:
             warnings.warn("this model has no depth table: depth 0 is used, no layer is shared; measure one (python depth.py "
                           "profile --model DIR --text FILE) and pass it as table, or set self_profile", stacklevel=2)
@@ -72,8 +72,7 @@ class Engine:
         self.window, self.max_batch, self.device = window, max_batch, weight.device
         self.refresh = refresh if cache in ("intra", "bicache") else 1      # the others have nothing to refresh
         self.eos_ids = {c.eos_id} | (tokenizer.eos_ids if tokenizer else set())
-        interval = 1 if c.layers <= 16 else 4
-        boundaries = range(interval, c.layers, interval) if cache == "bicache" else ()
+        boundaries = () if cache != "bicache" else range(1, c.layers) if c.layers <= 16 else range(3, c.layers - 1, 4)
         self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
         self.self_profile, threshold = self_profile, self_profile or getattr(table, "threshold", depths.Table.threshold)
         use = auto and measure != 0 and (table or self_profile)
@@ -207,8 +206,10 @@ class Engine:
         """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix included, at the
         depth for P or, with that prefix stored, at another."""
         T, twice = len(r.prompt) + r.gen_length, 2 if r.cfg_scale else 1
-        shared = count_pages(P) if self._depth(P, T) else 0
-        depth = self._depth(P, T) if depth is None else depth
+        limit = self._depth(P, T)
+        shared = count_pages(P) if limit else 0
+        if depth is None:
+            depth = 0 if self.self_profile else limit       # there a prefix' first request is stored and shares nothing
         own = self.cache.pages_needed(P, T - P, depth, self._suffix_layers)
         return twice * (own + self.cache.layers * shared), twice * len(self.cache.boundaries) * shared
 
@@ -248,14 +249,27 @@ class Engine:
     def _find(self, r: Request) -> int:
         """P of a request that names no prefix: what is stored, or what it has in common with an earlier one, if anything
         of it can be shared and fits beside the request. Raises the count of misses if not."""
-        ids, T = r.prompt[:-1], len(r.prompt) + r.gen_length
+        ids = r.prompt[:-1]
         stored, known = self.cache.find(ids, r.salt), self.repeats.count(ids, r.salt) if self.repeats else 0
         stored = len(stored.ids) if stored else 0
         for P in (known if known >= stored + PAGE or not stored else 0, stored):    # not one more entry for a few ids
-            if self._depth(P, T) and self._fits(r, P):
+            if self._plan(r, P)[2] and self._fits(r, P):
                 return P
         self.cache.misses += 1
         return 0
+
+    def _plan(self, r: Request, P: int) -> tuple[int, int, bool]:
+        """For a prefix of P tokens: the most that may be shared, the depth, and whether to look it up and keep it if it is new."""
+        T = len(r.prompt) + r.gen_length
+        limit = depth = self._depth(P, T)
+        store = limit > 0
+        if self.guard and limit:
+            depth, known = self.guard.advise(r.prompt[:P], r.salt, T, limit)
+            depth = self._floor(depth)
+            store = depth > 0 or not known
+            if not self._fits(r, P, depth):                 # sharing less takes more pages; without the prefix it always fits
+                depth, store = 0, False
+        return limit, depth, store
 
     def _admit(self, item: list, alone: bool) -> Running | None:
         """Start the waiting request [index, request, P]: None while there is no room for its pages."""
@@ -263,15 +277,7 @@ class Engine:
         if P is None:
             named = self._prefix_len(r)
             P = item[2] = self._find(r) if named is None else named         # once: a second look would meet itself
-        T, cache = len(r.prompt) + r.gen_length, self.cache
-        limit = depth = self._depth(P, T)
-        store = limit > 0                                   # look the prefix up, and keep it if it is new
-        if self.guard and limit:
-            depth, known = self.guard.advise(r.prompt[:P], r.salt, T, limit)
-            depth = self._floor(depth)
-            store = depth > 0 or not known
-            if not self._fits(r, P, depth):                 # sharing less takes more pages; without the prefix it always fits
-                depth, store = 0, False
+        T, cache, (limit, depth, store) = len(r.prompt) + r.gen_length, self.cache, self._plan(r, P)
         # For guidance a shadow steps along in the same passes: the same canvas behind a prompt of masks.
         prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)][:2 if r.cfg_scale else 1]
         entries = [cache.find(prompt[:P], r.salt, P) if store else None for prompt in prompts]
@@ -296,7 +302,7 @@ class Engine:
             run.shadow, = shadow
             run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
             run.encode_token_layers += run.shadow.encode_token_layers
-        if limit:
+        if store:
             cache.hits += run.hit
             cache.misses += not run.hit
         return run
@@ -358,21 +364,11 @@ class Engine:
             groups.setdefault((run.depth if due else None, whole), []).append(run)
         return [(depth, group) for (depth, _), group in groups.items()]
 
-    def _window(self, run: Running) -> tuple[int, int]:
-        """Rows [lo, hi) of the suffix to compute: all at a block's first step, then what `window` says.
-
-        Dream's logits for a position stand one row earlier, so its windows start there.
-        """
-        lo, hi = run.blocks[0].lo, run.blocks[0].hi
-        if self.window == "all" or run.fresh:
-            return 0, len(run.suffix)
-        return run.own + lo - self.model.config.shift, len(run.suffix) if self.window == "rest" else run.own + hi
-
     def _advance(self, group: list, depth: int | None):
         """One forward pass over a group, then commit: yields an `Event` for each request."""
         c, cache = self.model.config, self.cache
         runs = group + [run.shadow for run in group if run.shadow]
-        windows = [self._window(run) for run in runs]
+        windows = [run.window(self.window, c.shift) for run in runs]
         W = self.bucket(max(hi - lo for lo, hi in windows), 16)
         B = self.bucket(len(runs), 1)
         ids, fields = torch.full((B, W), c.mask_id), torch.zeros(5, B, dtype=torch.long)
@@ -447,4 +443,8 @@ class Engine:
                         run.prefix_len, run.depth, self._result(run))
 
     def _result(self, run: Running) -> Result | None:
-        return run.result(self.eos_ids, self.guard.similarity(run) if self.guard else [])
+        result = run.result(self.eos_ids)
+        if result and self.guard:
+            result.similarity = self.guard.similarity(run)
+            result.table_depth = None if self.self_profile else run.table_depth
+        return result

@@ -174,13 +174,16 @@ class Watch:
 
 
 def table(results: list, totals: list[int]) -> str:
-    """A line for each result, and one for each prefix that got less than its table's depth; `totals`: lengths of the canvases."""
+    """A line for each result, then those that got less than the table's depth; `totals`: lengths of the canvases."""
     head = "request  prefix  ratio  depth  cache  refreshes  steps  generated"
-    low = [f"request {i}: depth {r.depth}, not the table's {r.table_depth}; similarity by layer "
-           + " ".join(f"{s:.3f}" for s in r.similarity) for i, r in enumerate(results, 1)
-           if r.depth < r.table_depth and r.similarity and (r.hit or not r.measure_token_layers)]       # not: measured just now
+    low = {}
+    for i, r in enumerate(results, 1):
+        if r.table_depth and r.depth < r.table_depth and r.similarity:
+            low.setdefault((r.depth, r.table_depth, " ".join(f"{s:.3f}" for s in r.similarity)), []).append(str(i))
+    low = [f"depth {depth}, not the table's {most}, where the similarity by layer is {layers}: request {', '.join(which)}"
+           for (depth, most, layers), which in low.items()]
     return "\n".join([head, *(
-        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.table_depth else '-':>5}"
+        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.encode_token_layers else '-':>5}"
         f"  {r.refreshes:9}  {r.forwards:5}  {len(r.tokens):9}" for i, (r, total) in enumerate(zip(results, totals), 1)), *low])
 
 

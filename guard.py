@@ -3,7 +3,9 @@
 A depth table is an average over other texts. The guard compares, for the first request on a new prefix and then at one refresh
 in `every`, the shared K/V with those of the whole canvas run from layer 0, and keeps a running mean per layer, prefix and
 ratio bin. Where the mean contradicts the table, that prefix gets the smaller depth from the next admission on; it never gets
-more than the table allows. Without a table (`self_profile`) a prefix shares nothing until it has been measured.
+more than the table allows, and if it comes down to 0, where nothing is stored to compare with, it stays there. Measuring
+waits while it has had its SHARE of the work. Without a table (`self_profile`) a prefix shares nothing until it was measured,
+and that does not wait.
 
 A measurement stands beside the decoding and changes no token of the request it looks at. It goes beyond arXiv 2606.07571,
 whose table is fixed. Checked: tests/test_guard.py.
@@ -20,7 +22,8 @@ from cache import PAGE, Cache, Entry, count_pages
 from model import Transformer, rotate
 from request import Running, whole
 
-SHARE = 0.02            # measurements after a prefix' first wait until all of them are at most this much of all token-layers
+SHARE = 0.02            # of all token-layers may go into measuring: half into the first look at a prefix, half into further ones
+FREE = 8                # measurements of an engine that need not wait for that
 BINS = (0, *depths.RATIOS)
 
 
@@ -46,14 +49,19 @@ def compare(model: Transformer, cache: Cache, entry: Entry, canvas: Tensor, laye
     return torch.stack(found).mean(1).double().cpu()
 
 
-def check(measure, self_profile, auto: bool) -> None:
-    """ValueError unless the engine's two options fit each other and the depth, which is looked up if `auto`."""
+def check(measure, self_profile, table, auto: bool) -> None:
+    """ValueError unless the engine's options fit each other and a depth that is looked up (`auto`)."""
     if not auto and (measure or self_profile):
         raise ValueError("measure and self_profile have an effect only with cache 'bicache' and depth 'auto'; leave them out")
+    if self_profile is not None:
+        if isinstance(self_profile, bool) or not isinstance(self_profile, (int, float)) or not 0 < self_profile <= 1:
+            raise ValueError(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most 1, like 0.97")
+        if table:
+            raise ValueError("self_profile and table exclude each other: either measures or trusts; give one")
     if measure is not None and whole("measure", measure) < (1 if self_profile else 0):
         raise ValueError(f"measure is {measure}; it must be 1 or more{'' if self_profile else ', or 0 for never'}")
-    if self_profile is not None and not (isinstance(self_profile, float) and 0 < self_profile <= 1):
-        raise ValueError(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most 1, like 0.97")
+    if measure and not table and not self_profile:
+        raise ValueError(f"measure is {measure} and there is no depth table to hold against; leave it out, or set self_profile")
 
 
 @dataclass
@@ -68,7 +76,7 @@ class Guard:
     """What was measured of each prefix, and the depth that follows from it.
 
     threshold: least mean similarity of a shared layer. trust: a prefix that was not measured gets the table's depth; if not,
-    0. every: one refresh in so many is measured (16). The latest KNOWN pairs of prefix and ratio are
+    0. every: one refresh in so many is measured (16). A request with guidance is measured, its all-mask shadow goes along. The latest KNOWN pairs of prefix and ratio are
     remembered, also when the K/V are evicted.
     """
     KNOWN = 1024
@@ -76,15 +84,15 @@ class Guard:
     def __init__(self, model: Transformer, cache: Cache, threshold: float, trust: bool, every: int | None = None):
         self.model, self.cache, self.threshold, self.trust, self.every = model, cache, threshold, trust, every or 16
         self.bins = OrderedDict()               # (prefix, percent, table's depth) -> Bin
-        self.measured = 0                       # token-layers so far
+        self.samples, self.spent = 0, [0, 0]    # token-layers of first and of further measurements
 
     def advise(self, ids: list, salt: str, T: int, limit: int) -> tuple[int, bool]:
-        """How many layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that was measured."""
+        """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
         table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in BINS if (prefix, at, limit) in self.bins}
         if self.trust:
             depth = min(limit, table.get(here, limit))
-        else:                                   # the larger r, the more alike: a smaller bin's depth is safe
+        else:                                   # the larger r, the more alike: a smaller bin's depth will do
             depth = min(limit, depths.lookup(table, len(ids), T))
         return depth, here in table
 
@@ -103,20 +111,26 @@ class Guard:
         cost = (layers - 0.5) * run.total                   # the last one gives K and V only
         bin = self.bins.get(key) or Bin()
         bin.refreshes += 1
-        if bin.mean is not None and (bin.refreshes % self.every or self.measured + cost > SHARE * work):
+        again = bin.mean is not None
+        waits = self.samples >= FREE and self.spent[again] + cost > SHARE / 2 * work
+        if again and bin.refreshes % self.every or waits and (again or self.trust):
             return False
         values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), layers)
+        self.samples += 1
+        self.spent[again] += cost
+        run.measure_token_layers += cost
+        if not values.isfinite().all():         # the step will say so; of the prefix it says nothing
+            return True
         bin.samples += 1
-        bin.mean = values if bin.mean is None else bin.mean + (values - bin.mean) / bin.samples
+        bin.mean = bin.mean + (values - bin.mean) / bin.samples if again else values
         self.bins[key] = bin
         self.bins.move_to_end(key)
-        self.measured += cost
-        run.measure_token_layers += cost
         while len(self.bins) > self.KNOWN:
             self.bins.popitem(last=False)
         return True
 
     def _key(self, run: Running) -> tuple:
+        # A hash and no ids to confirm it: the wrong prefix' mean could only choose a depth up to the table's.
         return hash((run.request.salt, *run.prompt[:run.prefix_len])), ratio_bin(run.prefix_len, run.total), run.table_depth
 
     def _safe(self, mean: Tensor) -> int:

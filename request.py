@@ -65,7 +65,8 @@ class Result:
     cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in measure_token_layers.
 
     similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table's depth rests on;
-    [] if it was not measured. depth below table_depth: the prefix was measured and the table is too bold for it.
+    [] if it was not measured. depth below table_depth (None: there is no table): that was less than the table's threshold, or,
+    in a small cache, the pages did not suffice to share less than the table says.
     """
     tokens: list                # without the EOS and what follows it
     finish_reason: str          # "eos", "length" or "cancelled"
@@ -76,7 +77,7 @@ class Result:
     hit: bool
     token_layers: float
     encode_token_layers: float
-    table_depth: int = 0
+    table_depth: int | None = 0
     similarity: list = field(default_factory=list)
     measure_token_layers: float = 0
 
@@ -135,7 +136,17 @@ class Running:
         """The next step is the first of its block."""
         return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
 
-    def result(self, eos_ids: set, similarity: list) -> Result | None:
+    def window(self, kind: str, shift: int) -> tuple[int, int]:
+        """Rows [lo, hi) of the suffix to compute: all at a block's first step, then what the window's kind says.
+
+        Dream's logits for a position stand one row earlier (shift 1), so its windows start there.
+        """
+        lo, hi = self.blocks[0].lo, self.blocks[0].hi
+        if kind == "all" or self.fresh:
+            return 0, len(self.suffix)
+        return self.own + lo - shift, len(self.suffix) if kind == "rest" else self.own + hi
+
+    def result(self, eos_ids: set) -> Result | None:
         """The result, or None while there is more to do. An EOS ends a request once nothing before it is undecided."""
         tokens, reason = self.suffix[self.own:], "length"
         if self.cancelled:
@@ -148,7 +159,7 @@ class Running:
         if self.blocks:
             return None
         return Result(tokens.tolist(), reason, self.forwards, self.refreshes, self.prefix_len, self.depth, self.hit,
-                      self.token_layers, self.encode_token_layers, self.table_depth, similarity, self.measure_token_layers)
+                      self.token_layers, self.encode_token_layers, self.table_depth, [], self.measure_token_layers)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ from engine import Engine, Request  # noqa: E402
 from model import fingerprint, load, rotate  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
-SIZES = dict(questions=500, few=60, slow=30, states=24, ratios=",".join(map(str, RATIOS)))
+SIZES = dict(questions=500, few=500, slow=30, states=24, ratios=",".join(map(str, RATIOS)))
 QUICK = dict(questions=12, few=3, slow=1, states=4, ratios="0.3,0.7,0.97")
 INTERVALS = {"1": 1, "4": 4, "16": 16, "inf": 10**6}
 PACES = ("threshold", "slow")             # slow: a token a step
@@ -203,14 +203,14 @@ def measure(args) -> dict:
     found = read([args.out], header) if args.out and os.path.exists(args.out) else dict(header=header, rows={})
     share = sorted(setups, key=lambda s: (s.pace == PACES[0], s.asked is None, not s.heavy))[part - 1::parts]   # of each sort
     todo = [s for s in share if s.name not in found["rows"]]
-    file = os.open(args.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if args.out else None
+    file = open(args.out, "ab", buffering=0) if args.out else None                          # a line is one write, or none
 
     def write(line: dict):
         found["rows"][line["setup"]] = line
         if file:
-            os.write(file, json.dumps(line).encode() + b"\n")          # one call: a whole line or none
-    if file and not os.fstat(file).st_size:
-        os.write(file, json.dumps(dict(header=header)).encode() + b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
+    if file and not file.tell():
+        file.write(json.dumps(dict(header=header)).encode() + b"\n")
     print(f"{len(questions)} questions on {questions[-1].document + 1} staff lists, {len(todo)} setups: about "
           f"{estimate(todo, folder, questions, args) / 60:.1f} minutes", flush=True)
     with tqdm(total=sum(len(choose(questions, s.asked)) for s in todo), unit="answer", disable=None) as bar:
@@ -219,6 +219,8 @@ def measure(args) -> dict:
             write(run(setup, folder, questions, choose(questions, setup.asked), args, bar.update))
     if part == parts and "states" not in found["rows"]:
         write(dict(setup="states", **states(folder.model, questions, args.states)))
+    if file:
+        file.close()
     return found
 
 
@@ -235,7 +237,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--block-length", type=int, default=8, help="tokens of a block (8)")
     add("--max-batch", type=int, default=16, help="requests that step together (16)")
     add = parser.add_argument_group("measuring").add_argument
-    add("--few", type=int, metavar="N", help="questions of a kind for intervals other than 16 (60; 3 with --quick)")
+    add("--few", type=int, metavar="N", help="questions of a kind for intervals other than 16 (500; 3 with --quick)")
     add("--slow", type=int, metavar="N", help="questions of a kind at a token a step (30; 1 with --quick)")
     add("--grid", type=int, default=0, metavar="N", help="questions of a kind for all depths x intervals x windows (0)")
     add("--states", type=int, metavar="N", help="questions of a kind whose prefix K/V are compared (24; 4 with --quick)")
@@ -273,14 +275,14 @@ def main(argv=None) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     try:
-        env = throughput.environment(argparse.Namespace(
-            device="cpu", dtype="float32", clock=time.perf_counter, shape="", seed=args.seed, questions="", batch=args.max_batch,
-            gen_length=0, block_length=args.block_length, refresh=0, compile=False))
-        env = {name: env[name] for name in ("torch", "device", "dtype", "threads", "commit")}
+        env = throughput.machine("cpu", "float32")
         print(", ".join(f"{name} {value}" for name, value in env.items()), flush=True)
         found = read(args.report) if args.report else measure(args)
         if missing := [name for name in [*found["header"]["need"], "states"] if name not in found["rows"]]:
-            print(f"{len(missing)} setups are missing yet, {missing[0]!r} first; --report FILE FILE joins the parts")
+            todo = f"{len(missing)} setups are missing yet, {missing[0]!r} first; --report FILE FILE joins the parts"
+            if args.report:
+                raise ValueError(todo)
+            print(todo)
             return 0
         summary = show(found)
         if args.svg:

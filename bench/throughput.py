@@ -139,18 +139,21 @@ def check(engines: dict, model, w: Workload, rows: list, args) -> dict:
     return claims
 
 
-def environment(args) -> dict:
+def machine(device: str, dtype: str) -> dict:
+    """What a run depends on besides its options."""
     try:
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = git.stdout.strip() or "unknown"
     except OSError:
         commit = "unknown"
-    cuda = args.device.startswith("cuda")
-    name = torch.cuda.get_device_name(args.device) if cuda else platform.processor() or platform.machine()
-    return dict(torch=torch.__version__, device=f"{args.device} ({name})", dtype=args.dtype, threads=torch.get_num_threads(),
-                clock=args.clock.__name__, shape=args.shape, seed=args.seed, commit=commit, questions=Path(args.questions).name,
-                batch=args.batch, gen_length=args.gen_length, block_length=args.block_length, refresh=args.refresh,
-                compile=args.compile)
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
+    return dict(torch=torch.__version__, device=f"{device} ({name})", dtype=dtype, threads=torch.get_num_threads(), commit=commit)
+
+
+def environment(args) -> dict:
+    return machine(args.device, args.dtype) | dict(
+        clock=args.clock.__name__, shape=args.shape, seed=args.seed, questions=Path(args.questions).name, batch=args.batch,
+        gen_length=args.gen_length, block_length=args.block_length, refresh=args.refresh, compile=args.compile)
 
 
 def fail(message: str):

@@ -87,6 +87,22 @@ def test_setups_cover_modes_depths_intervals_and_windows():
     assert len(grid) == 9 * 4 * 2
 
 
+def test_a_setup_is_the_engine_it_is_called(questions):
+    """Symptom: a row of the table was measured with other settings than its name says."""
+    folder = accuracy.Folder(TINY)
+    for s in make_setups(8, 120, 48, 60):
+        engine = s.engine(folder, 2, 100)
+        assert (engine.mode, engine.window) == (s.cache, s.window) and str(s.refresh) in s.name + "None"
+        assert s.refresh is None or engine.refresh == accuracy.INTERVALS[s.refresh]
+        assert s.depth is None or engine.depth == s.depth
+        assert (engine.guard is not None) == (s.depth == "auto" and s.guard)
+    args, few = accuracy.parse(["--quick", "--max-batch", "2"]), [0, 1]
+    fast, slow = (accuracy.run(Setup("bicache", depth="auto", refresh="16", pace=pace), folder, questions, few, args)
+                  for pace in accuracy.PACES)
+    assert slow["forwards"] > fast["forwards"] and max(fast["forwards"]) < 5
+    assert sum(fast["work"]) == sum(fast["total"].values()) and min(fast["total"].values()) > 0
+
+
 # -- statistics ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("right, n, low, high", [      # Newcombe 1998 (Statist. Med. 17, 857), table I, method 3
@@ -270,6 +286,22 @@ def test_a_part_is_held_against_none_on_the_same_questions():
     r = report.Results(made_up({("none, all", "easy"): 1.0}))
     assert r.changes("bicache auto, R 4, all, slow", "easy") == (0, 0, 1) and r.changes("naive, all", "easy") == (0, 500, 500)
     assert r.saved("bicache auto, R 4, all, slow") == pytest.approx(0.6)
+
+
+def test_a_part_is_matched_by_question_not_by_place():
+    """Symptom: the third answer of a part is held against the third one of `none`, which was asked something else."""
+    found = made_up({})
+    found["rows"]["none, all, slow"].update(places=[0, 3, 5], right="100", answers=[1, 0, 0], work=[10, 20, 30])
+    found["rows"]["bicache auto, R 4, all, slow"].update(places=[3, 0], right="11", answers=[1, 1], work=[4, 6])
+    r, name = report.Results(found), "bicache auto, R 4, all, slow"
+    assert [r.changes(name, kind) for kind in ("hard", "easy", None)] == [(0, 1, 1), (0, 0, 1), (0, 1, 2)]
+    assert r.saved(name) == pytest.approx(1 - 10 / 30)
+
+
+def test_a_depth_surely_loses_only_if_its_whole_interval_does():
+    assert "easy: holds, +0.0" in (words := said(made_up({("bicache depth 1, R 16, all", "easy"): 0.002})))
+    assert "surely lose" not in words.split("hard")[0].replace("no fixed depth surely loses", "")
+    assert "fixed depths of 1 layers surely lose" in said(made_up({("bicache depth 1, R 16, all", "easy"): 0.1}))
 
 
 def test_picture():

@@ -81,9 +81,10 @@ def test_bad_request(llada, bad, says, monkeypatch):
     (dict(depth=-1), "depth is -1"), (dict(depth="deep"), "depth is 'deep'"), (dict(refresh=0), "refresh is 0"),
     (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"), (dict(cache_mb=0), "cache_mb is 0"),
     (dict(refresh="16"), "refresh is '16'"), (dict(max_batch=True), "max_batch is True"), (dict(cache_mb="big"), "cache_mb is 'big'"),
-    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0."), (dict(measure=-1), "measure is -1"),
+    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0."), (dict(measure=-1, table={5: 1}), "measure is -1"),
     (dict(measure=1.5), "measure is 1.5"), (dict(measure=True), "measure is True"), (dict(self_profile=1.5), "self_profile is 1.5"),
     (dict(self_profile=True), "self_profile is True"), (dict(self_profile=0.9, measure=0), "measure is 0"),
+    (dict(measure=4), "no depth table to hold against"), (dict(self_profile=0.9, table={5: 1}), "exclude each other"),
     (dict(measure=4, depth=2), "an effect only with"), (dict(self_profile=0.9, cache="intra"), "an effect only with")])
 def test_bad_engine(llada, bad, says):
     with pytest.raises(ValueError, match=says):

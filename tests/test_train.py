@@ -90,19 +90,21 @@ def test_what_rows_do_not_see(lang):
 def test_a_blind_answer_knows_the_question_from_the_document_only(lang):
     """Another question changes nothing in a blind answer whose document is alone; where the document sees the question, or the
     answer does, all of its rows change. `hidden` uses the first bias in the layers below LATE, the second in the others."""
-    model = Transformer(Config(layers=LATE + 1, hidden=64, heads=2, kv_heads=2, mlp=64, vocab=lang.size, max_len=256, theta=1e4,
-                               eps=1e-5, mask_id=0, eos_id=1, qkv_bias=False, tied=True)).requires_grad_(False)
     document = "Staff list: Kim works in Oslo, in room 42, and leads the team."
     ids = torch.tensor([lang.prompt(document, f"Which room is {name} in?") + [staff.MASK] * 4 for name in ("Kim", "Tom")])
     T, question = ids.shape[1], ids[0].tolist().index(USER)
     row, here, answer = torch.arange(T)[:, None], torch.arange(T), T - 4
     blind, alone = (row >= answer) & (here >= question) & (here < answer), (row <= question) & (here > question)
     bias = lambda hide: torch.where(hide, -1e9, 0.0)[None, None].expand(2, 1, T, T)
-    for low, high, same in ((blind | alone, blind | alone, True), (blind | alone, blind, True), (blind, blind | alone, False),
-                            (blind, blind, False), (alone, alone, False)):
-        x = hidden(model, ids, (bias(low), bias(high)))[:, answer:]
-        assert torch.equal(x[0], x[1]) == same
-        assert same or (x[0] != x[1]).any(-1).all()
+    for layers, late in ((LATE + 1, True), (LATE + 2, False)):          # seen in layer LATE, read in the one behind it
+        torch.manual_seed(0)
+        model = Transformer(Config(layers=layers, hidden=64, heads=2, kv_heads=2, mlp=64, vocab=lang.size, max_len=256, theta=1e4,
+                                   eps=1e-5, mask_id=0, eos_id=1, qkv_bias=False, tied=True)).requires_grad_(False)
+        for low, high, same in ((blind | alone, blind | alone, True), (blind | alone, blind, late), (blind, blind | alone, False),
+                                (blind, blind, False), (alone, alone, False)):
+            x = hidden(model, ids, (bias(low), bias(high)))[:, answer:]
+            assert torch.equal(x[0], x[1]) == same
+            assert same or (x[0] != x[1]).any(-1).all()
 
 
 def test_questions_have_exactly_one_answer(lang):
