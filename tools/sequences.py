@@ -80,7 +80,8 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
         ids += region
     # Who sees whom in the last turn; the share of blind easy answers falls as they come right.
     draw, easy = rng.random(), kind not in staff.MARKED
-    blind = draw > SEEING if not easy else turns == 1 and kind != "counting" and draw < 0.2 + 0.12 * shares[-1]
+    unknown = shares[-1]                        # of STATS the last: what blind answers of the easy kinds still lack
+    blind = draw > SEEING if not easy else turns == 1 and kind != "counting" and draw < 0.2 + 0.12 * unknown
     if blind and easy:
         kinds[asked:] = [STATS.index("blind")] * (len(ids) - asked)
     alone = (rng.random() < 0.5, False) if blind else (easy and draw > 0.8,) * 2

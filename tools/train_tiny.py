@@ -152,7 +152,7 @@ def train(args):
 
     while not args.eval_only and at["tokens"] < args.tokens:
         # 1. Documents of this step, whatever came before: a resumed run sees what an unbroken one would.
-        rng = random.Random(f"train/{args.seed}/0/{at['step']}")
+        rng = random.Random(f"train/{args.seed}/0/{at['step']}")         # the 0 stands for nothing; without it: other weights
         boost = {kind: 4 if kind in ("lookup", "reverse", "blind") or at["most"] >= 5 else 0 for kind in STATS}
         boost["counting"] *= 3 if at["tokens"] > 0.5 * args.tokens else 1                   # it is learned while the rate is small
         shares = [0.25 + boost[kind] * (1 - r) for kind, r in zip(STATS[1:], at["right"][1:])]     # more of what is not yet known
