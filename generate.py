@@ -53,10 +53,10 @@ def parse(argv=None) -> argparse.Namespace:
     add = p.add_argument_group("cache").add_argument
     add("--cache", choices=["bicache", "none", "naive", "intra"], help="what is reused (default bicache)")
     add("--depth", help="layers whose shared K/V are reused, or auto (default): from the model's table by prefix ratio")
-    add("--measure", type=int, metavar="N", help="at one refresh in N see whether the table holds for the prefix, and lower its depth "
-        "where not (default 16; 0: never)")
-    add("--self-profile", type=float, nargs="?", const=0.97, metavar="S", help="no table: measure each prefix at its first request, "
-        "then share the layers that are alike by S (0.97)")
+    add("--measure", type=int, metavar="N", help="at one refresh in N see whether the table holds for the prefix, and lower its "
+        "depth where not (default 16; 0: never)")
+    add("--self-profile", type=float, nargs="?", const=0.97, metavar="S", help="no table: measure each prefix at its first "
+        "request, then share the layers that are alike by S (0.97)")
     add("--refresh", type=int, help="steps between recomputations of the prefix above the depth (default 16)")
     add("--window", choices=["all", "rest", "block"], help="rows computed after a block's first step: all of the request's own "
         "(default), the rest from the block on, or the block's")
@@ -182,8 +182,9 @@ def table(results: list, totals: list[int]) -> str:
             low.setdefault((r.depth, r.table_depth, " ".join(f"{s:.3f}" for s in r.similarity)), []).append(str(i))
     low = [f"depth {depth}, not the table's {most}, where the similarity by layer is {layers}: request {', '.join(which)}"
            for (depth, most, layers), which in low.items()]
+    cache = lambda r: "hit" if r.hit else "miss" if r.encode_token_layers else "-"
     return "\n".join([head, *(
-        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {'hit' if r.hit else 'miss' if r.encode_token_layers else '-':>5}"
+        f"{i:7}  {r.prefix_tokens:6}  {r.prefix_tokens / total:5.2f}  {r.depth:5}  {cache(r):>5}"
         f"  {r.refreshes:9}  {r.forwards:5}  {len(r.tokens):9}" for i, (r, total) in enumerate(zip(results, totals), 1)), *low])
 
 

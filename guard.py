@@ -76,8 +76,8 @@ class Guard:
     """What was measured of each prefix, and the depth that follows from it.
 
     threshold: least mean similarity of a shared layer. trust: a prefix that was not measured gets the table's depth; if not,
-    0. every: one refresh in so many is measured (16). A request with guidance is measured, its all-mask shadow goes along. The latest KNOWN pairs of prefix and ratio are
-    remembered, also when the K/V are evicted.
+    0. every: one refresh in so many is measured (16). A request with guidance is measured, its all-mask shadow goes along.
+    The latest KNOWN pairs of prefix and ratio are remembered, also when the K/V are evicted.
     """
     KNOWN = 1024
 
