@@ -56,7 +56,7 @@ class Cache:
         hidden_bytes = PAGE * config.hidden * size
         L, nb = config.layers, len(boundaries)
         page_bytes = kv_bytes + hidden_bytes * nb / L                   # hidden pages for as many prefixes as kv has
-        ids = min(max(int(budget // page_bytes) // L, 1), MAX_ENTRIES) + max_requests
+        ids = self._count_ids(int(budget // page_bytes), L, max_requests)
         # Prefix and suffix may each waste a page's tail; the last column names page 1, where padded rows go.
         columns = count_pages(config.max_len) + 2
         pages = int((budget - ids * (L + nb) * columns * 4) // page_bytes)
@@ -206,8 +206,13 @@ class Cache:
         """The budget in bytes that has so many pages."""
         L, nb = self.layers, len(self.boundaries)
         pages = max(pages, -(-(hidden_pages + 1) * L // nb) if hidden_pages else 0) + 2         # two are never given out
-        table = (min(pages // L + 1, MAX_ENTRIES) + self.max_requests) * (L + nb) * self.table.shape[2] * 4
+        table = self._count_ids(pages + L, L, self.max_requests) * (L + nb) * self.table.shape[2] * 4
         return math.ceil(pages * (self.kv_bytes + self.hidden_bytes * nb / L)) + table
+
+    @staticmethod
+    def _count_ids(pages: int, layers: int, requests: int) -> int:
+        """Prefix ids: for as many entries as there are pages for, and the running requests. One with guidance has two of both."""
+        return max(min(max(pages // layers, 1), MAX_ENTRIES) + requests, 4)
 
     def _take(self, free: list, n: int) -> list:
         return [free.pop() for _ in range(n)]

@@ -152,7 +152,7 @@ class Engine:
                         else:
                             break
                         stream.waiting.popleft()
-                for depth, group in self._groups(running):
+                for depth, group in self._groups([run for run in running if not run.cancelled]):
                     if group := [run for run in group if not run.cancelled]:        # the listener may have, just now
                         yield from self._advance(group, depth)
                 for run in [run for run in running if not run.blocks]:

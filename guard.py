@@ -3,7 +3,7 @@
 A depth table is an average over other texts. The guard compares, for the first request on a new prefix and then at one refresh
 in `every`, the shared K/V with those of the whole canvas run from layer 0, and keeps a running mean per layer, prefix and
 ratio bin. Where the mean contradicts the table, that prefix gets the smaller depth from the next admission on; it never gets
-more than the table allows, and if it comes down to 0, where nothing is stored to compare with, it stays there. Measuring
+more than the table allows, and if it comes down to 0, new requests have nothing stored to compare with: it stays there. Measuring
 waits while it has had its SHARE of the work. Without a table (`self_profile`) a prefix shares nothing until it was measured,
 and that does not wait.
 
@@ -59,7 +59,7 @@ def check(measure, self_profile, table, auto: bool) -> None:
         if table:
             raise ValueError("self_profile and table exclude each other: either measures or trusts; give one")
     if measure is not None and whole("measure", measure) < (1 if self_profile else 0):
-        raise ValueError(f"measure is {measure}; it must be 1 or more{'' if self_profile else ', or 0 for never'}")
+        raise ValueError(f"measure is {measure}; it must be 1 or more{' with self_profile' if self_profile else ', or 0 for never'}")
     if measure and not table and not self_profile:
         raise ValueError(f"measure is {measure} and there is no depth table to hold against; leave it out, or set self_profile")
 
@@ -116,11 +116,11 @@ class Guard:
         if again and bin.refreshes % self.every or waits and (again or self.trust):
             return False
         values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), layers)
-        self.samples += 1
         self.spent[again] += cost
         run.measure_token_layers += cost
         if not values.isfinite().all():         # the step will say so; of the prefix it says nothing
             return True
+        self.samples += 1
         bin.samples += 1
         bin.mean = bin.mean + (values - bin.mean) / bin.samples if again else values
         self.bins[key] = bin

@@ -65,7 +65,7 @@ class Result:
     cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in measure_token_layers.
 
     similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table's depth rests on;
-    [] if it was not measured. depth below table_depth (None: there is no table): that was less than the table's threshold, or,
+    [] if it was not measured. depth below table_depth (None with self_profile): that was less than the table's threshold, or,
     in a small cache, the pages did not suffice to share less than the table says.
     """
     tokens: list                # without the EOS and what follows it

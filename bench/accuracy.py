@@ -1,13 +1,13 @@
 """How many answers stay right when the K/V of a shared prefix are reused: none, intra, naive, bicache on the same questions.
 
-    python bench/accuracy.py --out accuracy.jsonl --svg accuracy.svg    # 500 questions a kind: 40 minutes of one core
+    python bench/accuracy.py --out accuracy.jsonl --svg accuracy.svg    # 500 questions a kind: an hour of one core
     python bench/accuracy.py --out 1.jsonl --part 1/2                   # half of the setups, with 2/2 beside it, and then
     python bench/accuracy.py --report 1.jsonl 2.jsonl                   # tables and verdicts of what was measured
     python bench/accuracy.py --quick                                    # 12 questions a kind, about a minute
 
 Held-out staff lists (tools/staff.py, seeds of their own) are asked what has exactly one answer; an answer is right if it is
 that text. All setups see the same canvases, at prefix ratios from 0.3 to 0.97 (asked.py). With a threshold an answer takes
-two or three steps; some questions are asked at a token a step as well, where the interval R matters. Beside it stands how the
+one or two steps; some questions are asked at a token a step as well, where the interval R matters. Beside it stands how the
 K/V of a prefix change with the question. --out gets a line for each setup once it is done: a stopped run goes on from there.
 """
 import argparse
@@ -290,7 +290,7 @@ def main(argv=None) -> int:
         print(json.dumps(dict(env=env, **summary)))
         return 0
     except (ValueError, OSError) as e:
-        print(f"accuracy.py: {e}", file=sys.stderr)
+        print(f"accuracy.py: {e.filename}: {e.strerror}" if isinstance(e, OSError) else f"accuracy.py: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("accuracy.py: interrupted" + "; the same command goes on" * bool(args.out), file=sys.stderr)

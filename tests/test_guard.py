@@ -206,9 +206,47 @@ def test_one_odd_request_does_not_condemn_a_prefix(model):
     bad = Request(prompt(P) + [91, 3, 4], prefix_len=P, gen_length=G)
     with pytest.raises(ValueError, match="non-finite"):
         engine.generate([bad])
-    assert not engine.guard.bins
+    assert not engine.guard.bins and engine.guard.spent[0] > 0 == engine.guard.samples and engine.counts["measurements"] == 1
     result, = engine.generate([ask()])
     assert result.depth == L and all(s > 0 for s in result.similarity)
+    engine.guard.every, engine.counts["token_layers"] = 1, 1e9
+    with pytest.raises(ValueError, match="non-finite"):
+        engine.generate([bad])
+    assert engine.generate([ask()])[0].similarity[1] > 0
+
+
+def test_when_it_looks(model):
+    """A prefix' first refresh, then each fourth: of the 13 refreshes of a request at R = 1 those at steps 0, 3, 7 and 11."""
+    engine, steps = guarded(model, {0: 2}, 0.0, refresh=1, measure=4), []
+    engine.counts["token_layers"] = 1e9
+    before = 0
+    for event in engine.stream([ask(gen_length=13)]):
+        if engine.counts["measurements"] > before:
+            steps.append(event.step)
+            before += 1
+    assert steps == [0, 3, 7, 11]
+
+
+def test_what_waits_and_what_does_not(model):
+    """Without work to pay for it, an engine looks eight times: at new prefixes. With self_profile new prefixes never wait. The
+    two halves of the share are kept apart, so that neither starves the other."""
+    new = lambda i: Request(prompt(20 + i, seed=i) + [1, 2], prefix_len=20 + i, gen_length=2, steps=1)
+    trusting = guarded(model, {0: 2}, 0.0)
+    trusting.generate([new(i) for i in range(12)])
+    assert trusting.counts["measurements"] == 8 and guard.SHARE == 0.02
+    profiling = Engine(model, self_profile=0.01, cache_mb=8)
+    profiling.generate([new(i) for i in range(12)])
+    assert profiling.counts["measurements"] == 12
+    profiling.guard.every = 1
+    assert profiling.generate([new(0)])[0].measure_token_layers == 0, "a further look waits"
+    for full, measured in ((0, 1), (1, 0)):
+        engine = guarded(model, {0: 2}, 0.0, measure=1)
+        engine.generate([new(0)])
+        engine.guard.samples, engine.counts["token_layers"] = guard.FREE, 1e6
+        engine.guard.spent = [0, 0]
+        engine.guard.spent[full] = 0.01 * 1e6
+        known, other = engine.generate([new(0), new(1)])
+        assert [bool(other.measure_token_layers), bool(known.measure_token_layers)] == [full == 1, full == 0]
 
 
 def test_depths_come_down_to_boundaries(monkeypatch):
@@ -280,7 +318,7 @@ def test_the_mean_runs_and_may_recover(model):
 
 
 def test_cost_stays_within_two_percent():
-    """At the default rate, for requests of the README's example (P = 900, S = 316, 128 steps, R = 16, half of the layers
+    """At the default rate, for requests like the README's example (P = 900, S = 316, 128 steps, R = 16, half of the layers
     shared): the very first request stays below 2%. Rows are counted by hooks, not by the guard's own books."""
     model = tiny(layers=6, max_len=1300)
     rows = []
@@ -407,8 +445,8 @@ def test_results_and_json_tell_what_was_measured(text_folder, capsys):
 
 
 @pytest.mark.parametrize("options, says", [
-    (["--measure", "4", "--depth", "2"], "--measure has an effect only with --depth auto"),
-    (["--self-profile", "--cache", "intra"], "--self-profile has an effect only with --depth auto"),
+    (["--measure", "4", "--depth", "2"], "--measure has an effect only with --cache bicache"),
+    (["--self-profile", "--cache", "intra"], "--self-profile has an effect only with --cache bicache"),
     (["--self-profile", "1.5"], "self_profile is 1.5"), (["--self-profile", "--measure", "0"], "measure is 0"),
     (["--measure", "-1"], "measure is -1")])
 def test_refused_on_the_command_line(options, says, capsys):

@@ -96,6 +96,56 @@ def test_cancel_frees_at_once(model):
     assert free_pages(engine) == engine.cache.kv.shape[0] - 2
 
 
+@pytest.mark.parametrize("window", ["all", "rest", "block"])
+def test_cancel_where_the_engine_listens(model, window):
+    """Symptom: a cancellation on another request's last event, or from inside the source of requests, ends the stream in an
+    IndexError, all others with it: the cancelled one still stood among those to step."""
+    make = lambda n: Request(prompt(40) + prompt(n, seed=n), prefix_len=40, gen_length=8, block_length=4, stop_at_eos=False)
+    requests = [make(2), make(3), make(5)]
+    engine = Engine(model, depth=2, refresh=2, window=window, cache_mb=8, max_batch=3)
+    done = {}
+    for event in engine.stream(requests):
+        if event.step == 1 and event.index == 0 and not event.result:
+            engine.cancel(requests[0])
+        if event.result:
+            done[event.index] = event.result
+            if event.index == 0:
+                engine.cancel(requests[1])
+    assert [done[i].finish_reason for i in range(3)] == ["cancelled", "cancelled", "length"]
+
+    def source():
+        yield requests[0]
+        yield requests[2]
+        for _ in range(3):
+            yield None
+        engine.cancel(requests[0])
+        while True:
+            yield None
+    done = {}
+    for event in engine.stream(source()):
+        if event.result:
+            done[event.index] = event.result
+            if len(done) == 2:
+                break
+    alone, = Engine(model, depth=2, refresh=2, window=window, cache_mb=8).generate([requests[2]])
+    assert done[0].finish_reason == "cancelled" and done[1].tokens == alone.tokens
+    assert free_pages(engine) == engine.cache.kv.shape[0] - 2
+
+
+def test_guidance_in_the_least_cache(model):
+    """Symptom: a request with guidance is accepted and then told that another stream holds the cache, as there are page table
+    rows for one request and one prefix and it takes two of both."""
+    request = Request(prompt(60) + [1], prefix_len=60, gen_length=4, cfg_scale=0.5)
+    for mb in range(10, 200):
+        engine = Engine(model, cache="naive", cache_mb=mb / 100, max_batch=1)
+        try:
+            engine.check(request)
+        except ValueError:
+            continue
+        assert len(engine.generate([request])) == 1
+        return
+
+
 def test_cancel_before_and_between_passes(model):
     """Symptom: a cancellation before the first event is lost, or one between the passes of a step (requests of different
     depths) ends the stream in a traceback."""
