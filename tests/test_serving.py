@@ -132,11 +132,12 @@ def test_cancel_where_the_engine_listens(model, window):
     assert free_pages(engine) == engine.cache.kv.shape[0] - 2
 
 
-def test_guidance_in_the_least_cache(model):
+def test_guidance_in_the_least_cache():
     """Symptom: a request with guidance is accepted and then told that another stream holds the cache, as there are page table
     rows for one request and one prefix and it takes two of both."""
+    model = tiny(layers=8, hidden=16, heads=2, kv_heads=2, mlp=16)
     request = Request(prompt(60) + [1], prefix_len=60, gen_length=4, cfg_scale=0.5)
-    for mb in range(10, 200):
+    for mb in range(5, 200):
         engine = Engine(model, cache="naive", cache_mb=mb / 100, max_batch=1)
         try:
             engine.check(request)
