@@ -81,6 +81,11 @@ class Result:
     similarity: list = field(default_factory=list)
     measure_token_layers: float = 0
 
+    @classmethod
+    def cancelled(cls) -> "Result":
+        """Of a request that was cancelled before it began."""
+        return cls([], "cancelled", 0, 0, 0, 0, False, 0, 0)
+
 
 @dataclass
 class Event:
@@ -163,9 +168,16 @@ class Running:
 
 
 @dataclass(eq=False)
+class Waiting:
+    """A request that has come and not begun. request: None once it is cancelled. prefix_len: P once it was looked up."""
+    index: int
+    request: Request | None
+    prefix_len: int | None = None
+
+
+@dataclass(eq=False)
 class Stream:
-    """The requests of one call of `stream`: those that wait, as [index, request or None if cancelled, P or None], those
-    that run, and those still to come."""
+    """The requests of one call of `stream`: those that wait, those still to come, those that run."""
     waiting: deque
     source: object = iter(())
     running: list = field(default_factory=list)

@@ -4,7 +4,8 @@ A *reuse* step computes window rows only, in every layer. In a *refresh* step th
 it their K/V are the shared ones, from there up they are computed anew and written to pages of the request's own. Either
 way each layer does the same: write K/V of the rows it computes, then attend to all pages that the table names.
 
-Nothing here reads from the device or allocates what outlives the pass. Checked row by row in tests/test_counts.py.
+`lay_out` says on the host which rows a pass computes; `forward` computes them, reads nothing from the device and allocates
+nothing that outlives the pass. Checked row by row in tests/test_counts.py.
 """
 from typing import NamedTuple
 
@@ -27,11 +28,48 @@ class Pass(NamedTuple):
     suffix_len: Tensor          # (B,)   S
     active: Tensor              # (M,)   rows that can be committed, in the flat (B * W) order
 
+    def to(self, device) -> "Pass":
+        return Pass(*(t.to(device) for t in self))
+
+
+class Layout(NamedTuple):
+    """The rows of a pass over a group of requests, in the order of the group; the shadows of those with guidance follow."""
+    batch: Pass                 # on the CPU
+    rules: decoding.Rules       # how to choose at each active row
+    windows: list               # rows [lo, hi) of the suffix that are computed, a pair for each request and shadow
+    places: list                # for each request, (m,) places of the generated region that can be committed
+    head_rows: int              # real rows through the output head: all places, and the shadows' once more
+
+
+def lay_out(runs: list, shadows: list, kind: str, config, bucket) -> Layout:
+    """Which rows a pass over `runs` computes and which of them can be committed. kind: of the window; bucket: rounds up."""
+    windows = [run.window(kind, config.shift) for run in runs + shadows]
+    W, B = bucket(max(hi - lo for lo, hi in windows), 16), bucket(len(windows), 1)
+    ids, fields = torch.full((B, W), config.mask_id), torch.zeros(5, B, dtype=torch.long)
+    places, active = [], []                     # in the generated region, and in the flat batch
+    for b, (run, (lo, hi)) in enumerate(zip(runs + shadows, windows)):
+        ids[b, :hi - lo] = run.suffix[lo:hi]
+        fields[:, b] = torch.tensor([lo, hi - lo, run.lease.id, run.prefix_len, len(run.suffix)])
+        block = run.blocks[0]
+        places.append(run.masked[block.lo:block.hi].nonzero()[:, 0] + block.lo)
+        active.append(places[-1] + (run.own - config.shift - lo + b * W))
+    places, guides = places[:len(runs)], active[len(runs):]
+    rows = _padded(torch.cat(active[:len(runs)]), bucket)
+    requests, steps = [run.request for run in runs], [run.forwards for run in runs]
+    rules = decoding.rules_for(requests, steps, places, len(rows), config.vocab)
+    if guides:                                  # behind all others, where rules.guide points at them
+        rows = torch.cat([rows, _padded(torch.cat(guides), bucket)])
+    return Layout(Pass(ids, *fields, rows), rules, windows, places, sum(map(len, active)))
+
+
+def _padded(rows: Tensor, bucket) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(bucket(len(rows), 8) - len(rows))])
+
 
 def layer_pass(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pages: Tensor, columns: Tensor,
                pages_read: int, prefix_len: Tensor, suffix_len: Tensor, skip: int, impl: str, shared: int) -> Tensor:
-    """One layer over rows x (B, N, hidden): K/V into `columns` (B, N) of `pages` (B, n), attention over all of them, the first
-    `shared` pages being the same for all requests."""
+    """One layer over rows x (B, N, hidden): K/V into `columns` (B, N) of `pages` (B, n), attention over all of them, the
+    first `shared` pages being the same for all requests."""
     def attend(q, k, v):
         q = kernels.rope_store(q, k, v, cos, sin, kv, pages, columns, impl)
         return kernels.attend(q, kv, pages[:, :pages_read], prefix_len, suffix_len, impl, shared)
@@ -50,8 +88,8 @@ def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: d
             impl: str = "torch", layer_pass=layer_pass, finish=finish) -> tuple[Tensor, list]:
     """The verdict on the active rows (see `finish`), and the states (B, N, hidden) entering the layers `boundaries`.
 
-    depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer `depth`, join the
-    window rows there. In the last layer they give K/V only. pages_read: how many pages of a request may hold rows.
+    depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer `depth`, join
+    the window rows there. In the last layer they give K/V only. pages_read: how many pages of a request may hold rows.
     shared: (n, b), the first n pages are the same for all requests in the layers below b.
     """
     dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
@@ -73,8 +111,9 @@ def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: d
             columns = torch.cat([torch.where(j < batch.prefix_len[:, None], j, trash), columns], 1)
         if i in boundaries:
             entering.append(x)
+        skip = P if i == len(model.layers) - 1 else 0
         x = layer_pass(layer, x, *rope, kv, pages[:, i], columns, pages_read, batch.prefix_len, batch.suffix_len,
-                       P if i == len(model.layers) - 1 else 0, impl, shared[0] if i < shared[1] else 0)
+                       skip, impl, shared[0] if i < shared[1] else 0)
     return finish(model, x, batch.active, rules, impl), entering
 
 
@@ -107,5 +146,10 @@ def bucket(n: int, least: int) -> int:
     """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): a compiled graph serves all lengths of a bucket."""
     size = least
     while size < n:
-        size = size * 2 if size == least else size * 3 // 2 if (size // least).bit_count() == 1 else size * 4 // 3
+        if size == least:
+            size *= 2
+        elif (size // least).bit_count() == 1:
+            size = size * 3 // 2
+        else:
+            size = size * 4 // 3
     return size

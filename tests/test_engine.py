@@ -183,11 +183,12 @@ def test_eos_counts_once_nothing_before_it_is_undecided(monkeypatch, model):
     order = [5, 7, 0, 2, 1, 4, 3, 6, 8]             # the order of commitment; the answer is complete up to EOS after seven
     commit = Engine._commit
 
-    def planned(self, group, windows, depth, places, token, stats):
+    def planned(self, group, layout, depth, token, stats):
         """The engine's own commit, with the model's choice replaced by the plan."""
-        at = places[0].tolist()
+        at = layout.places[0].tolist()
         token = torch.tensor([eos if p in (5, 7) else 10 + p for p in at])
-        return commit(self, group, windows, depth, places, token, [torch.tensor([-1.0 - order.index(p) for p in at]).double()])
+        score = torch.tensor([-1.0 - order.index(p) for p in at]).double()
+        return commit(self, group, layout, depth, token, [score])
 
     monkeypatch.setattr(Engine, "_commit", planned)
     result, = run(model, [Request([eos] * 6, gen_length=G)], cache="none")

@@ -221,4 +221,5 @@ def test_ten_thousand_prompts_do_not_grow_the_cache():
     """No prompt comes twice: no entry is made, no page is held."""
     engine = Engine(tiny(layers=1), depth=1, cache_mb=2)
     engine.generate([Request([i % 90, i // 90 % 90, i // 8100, *range(20)], gen_length=1) for i in range(10_000)])
-    assert len(engine.repeats.seen) == 10_000 and engine.cache.stats()["entries"] == 0 and free_pages(engine) == engine.cache.kv.shape[0] - 2
+    assert len(engine.admission.repeats.seen) == 10_000 and engine.cache.stats()["entries"] == 0
+    assert free_pages(engine) == engine.cache.kv.shape[0] - 2

@@ -1,0 +1,208 @@
+"""Who may start, and with what: the prefix looked up, the depth chosen, pages counted, room made, a new prefix encoded.
+
+    admission.check(request)                    # can it ever be served? ValueError if not
+    run = admission.admit(waiting, alone)       # its pages are its own now; None: there is no room yet
+    admission.close(run)                        # and now they are free again
+
+What the modes of caching differ in is decided here, once a request: the prefix P, the most it may share (`limit`), the depth
+b it gets. From then on the page table says where to read, and neither the loop (engine.py) nor the pass (step.py) knows of
+modes. Checked: tests/test_engine.py (the identities), test_errors.py (limits), test_serving.py (nothing is left behind).
+"""
+import math
+from typing import NamedTuple
+
+import torch
+
+import decoding
+import depth as depths
+from cache import PAGE, Cache, Entry, Repeats, count_pages
+from model import Transformer
+from request import Request, Running, Waiting, check
+from step import Pass
+
+
+class Plan(NamedTuple):
+    """What a request with a prefix of P tokens would get."""
+    limit: int                  # the most that may be shared: what the table (or the mode) says
+    depth: int                  # b: what is shared, at most `limit`
+    store: bool                 # look the prefix up, and keep it if it is new
+
+
+class Admission:
+    """Decides for one engine; its options are explained there.
+
+    table and self_profile matter with depth "auto" alone. suffix_layers: in how many layers suffix K/V outlive a pass, all
+    if a window reads them later, else 1, and one set of pages serves all. bucket: rounds lengths up (step.bucket). counts:
+    the engine's, which an encoded prefix adds to.
+    """
+
+    def __init__(self, model: Transformer, cache: Cache, step, guard, counts, *, mode: str, depth, table, self_profile,
+                 auto_prefix: bool, suffix_layers: int, bucket):
+        self.model, self.cache, self.step, self.guard, self.counts = model, cache, step, guard, counts
+        self.mode, self.depth, self.table, self.self_profile = mode, depth, table, self_profile
+        self.suffix_layers, self.bucket = suffix_layers, bucket
+        self.repeats = Repeats() if auto_prefix and mode == "bicache" else None
+
+    # -- a request by itself --------------------------------------------------------------------------------------
+
+    def check(self, r: Request) -> None:
+        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a list of ints."""
+        r.prompt = check(r, self.model.config.vocab, self.model.config.max_len)
+        P = self._named(r) or 0
+        if not self._fits(r, P):
+            need = self.cache.budget_for(*self._pages(r, P)) / 2**20
+            raise ValueError(f"the request needs {need:.2f} MB of cache and the budget is "
+                             f"{self.cache.budget / 2**20:.2f} MB; set cache_mb to {math.ceil(need * 100) / 100:g} or more")
+
+    def _named(self, r: Request) -> int | None:
+        """P as the request names it, or None: whatever is stored. One prompt token is always left to the suffix."""
+        if self.mode == "none":
+            return 0
+        if r.prefix_len is None:
+            return len(r.prompt) - 1 if self.mode == "intra" else None
+        return min(r.prefix_len, len(r.prompt) - 1)
+
+    def _limit(self, P: int, T: int) -> int:
+        """The most that a request may share: the safe depth b for P of T tokens, floored to a boundary."""
+        L = self.model.config.layers
+        if not P or self.mode in ("none", "intra"):
+            return 0
+        if self.mode == "naive":
+            return L
+        if self.depth != "auto":
+            return self._floor(self.depth)
+        return self._floor(L if self.self_profile else depths.lookup(self.table, P, T))
+
+    def _floor(self, depth: int) -> int:
+        """The nearest layer at or below `depth` that a refresh can start from."""
+        return max(b for b in (0, *self.cache.boundaries, self.model.config.layers) if b <= depth)
+
+    def _pages(self, r: Request, P: int, depth: int | None = None) -> tuple[int, int]:
+        """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix included: at the
+        depth for P or, with that prefix stored, at another."""
+        T = len(r.prompt) + r.gen_length
+        limit = self._limit(P, T)
+        if depth is None:
+            depth = 0 if self.self_profile else limit       # there a prefix' first request is stored and shares nothing
+        shared = count_pages(P) if limit else 0
+        own = self.cache.pages_needed(P, T - P, depth, self.suffix_layers)
+        canvases = 2 if r.cfg_scale else 1
+        return canvases * (own + self.cache.layers * shared), canvases * len(self.cache.boundaries) * shared
+
+    def _fits(self, r: Request, P: int, depth: int | None = None) -> bool:
+        pages, hidden = self._pages(r, P, depth)
+        return pages <= len(self.cache.kv) - 2 and hidden < len(self.cache.hidden)
+
+    # -- a request among others -----------------------------------------------------------------------------------
+
+    def admit(self, waiting: Waiting, alone: bool) -> Running | None:
+        """Start a request: None while there is no room for its pages. RuntimeError if there is none though it is `alone`."""
+        r, cache = waiting.request, self.cache
+        if waiting.prefix_len is None:                      # once: a second look would meet itself
+            named = self._named(r)
+            waiting.prefix_len = self._find(r) if named is None else named
+        P, T = waiting.prefix_len, len(r.prompt) + r.gen_length
+        plan = self._plan(r, P)
+        # For guidance a shadow steps along in the same passes: the same canvas behind a prompt of masks.
+        prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)] if r.cfg_scale else [r.prompt]
+        entries = [cache.find(prompt[:P], r.salt, P) if plan.store else None for prompt in prompts]
+        new = entries.count(None) if plan.store else 0
+        own = cache.pages_needed(P, T - P, plan.depth, self.suffix_layers)
+        if not cache.make_room(len(prompts) * own + new * count_pages(P) * cache.layers,
+                               new * count_pages(P) * len(cache.boundaries), len(prompts) + new, keep=entries):
+            if alone:
+                raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
+            return None
+        run = self._open_all(waiting, prompts, plan, entries)
+        if plan.store:
+            cache.hits += run.hit
+            cache.misses += not run.hit
+        return run
+
+    def _find(self, r: Request) -> int:
+        """P of a request that names no prefix: what is stored, or what it has in common with an earlier one, if anything
+        of it can be shared and fits beside the request. Raises the count of misses if not."""
+        ids = r.prompt[:-1]
+        entry = self.cache.find(ids, r.salt)
+        stored = len(entry.ids) if entry else 0
+        known = self.repeats.count(ids, r.salt) if self.repeats else 0
+        if stored and known < stored + PAGE:                # not one more entry for a few ids
+            known = 0
+        for P in (known, stored):
+            if self._plan(r, P).store and self._fits(r, P):
+                return P
+        self.cache.misses += 1
+        return 0
+
+    def _plan(self, r: Request, P: int) -> Plan:
+        """What the table allows for a prefix of P tokens, and what the guard makes of it."""
+        T = len(r.prompt) + r.gen_length
+        limit = self._limit(P, T)
+        if not self.guard or not limit:
+            return Plan(limit, limit, limit > 0)
+        depth, measured = self.guard.advise(r.prompt[:P], r.salt, T, limit)
+        depth = self._floor(depth)
+        if not self._fits(r, P, depth):     # sharing less takes more pages; without the prefix it always fits
+            return Plan(limit, 0, False)
+        return Plan(limit, depth, depth > 0 or not measured)
+
+    def _open_all(self, waiting: Waiting, prompts: list, plan: Plan, entries: list) -> Running:
+        """A request with its pages, and with its shadow if it has guidance."""
+        runs = []
+        try:
+            for prompt, entry in zip(prompts, entries):
+                runs.append(self._open(waiting, prompt, plan, entry))
+        except BaseException:               # an interrupt, too, must not keep what the first one got
+            for run in runs:
+                self.close(run)
+            raise
+        run, *shadow = runs
+        run.table_depth = plan.limit
+        if shadow:
+            run.shadow, = shadow
+            run.shadow.masked, run.shadow.blocks = run.masked, run.blocks
+            run.encode_token_layers += run.shadow.encode_token_layers
+        return run
+
+    def _open(self, waiting: Waiting, prompt: list, plan: Plan, entry: Entry | None) -> Running:
+        """Give a canvas its pages, for which there is room, and encode its prefix if that is to be stored and is not."""
+        r, P, L = waiting.request, waiting.prefix_len, self.model.config.layers
+        own = len(prompt) - P
+        suffix = torch.full((own + r.gen_length,), self.model.config.mask_id)               # (S,)
+        suffix[:own] = torch.tensor(prompt[P:])
+        blocks = decoding.plan_blocks(r)
+        new = plan.store and entry is None
+        if new:
+            entry = self.cache.allocate(prompt[:P], r.salt)
+        lease = self.cache.open(entry, P, len(suffix), plan.depth, self.suffix_layers)
+        if new:
+            try:
+                self._encode(entry)
+            except BaseException:           # nor must it leave half an entry
+                self.cache.close(lease)
+                self.cache.discard(entry)
+                raise
+        return Running(waiting.index, r, prompt, lease, P, plan.depth, hit=plan.depth > 0 and not new, suffix=suffix,
+                       masked=torch.ones(r.gen_length, dtype=torch.bool), blocks=blocks,
+                       encode_token_layers=(L - 0.5) * P if new else 0)
+
+    def _encode(self, entry: Entry) -> None:
+        """Run the prefix alone, all its rows in both directions, and publish its K/V and boundary states: the
+        paper's prefix-only K/V."""
+        P, device = len(entry.ids), self.cache.kv.device
+        one = lambda n: torch.tensor([n], device=device)
+        none = torch.empty(1, 0, dtype=torch.long, device=device)
+        padding = min(self.bucket(P, PAGE), self.model.config.max_len) - P
+        x = self.model.embed(torch.tensor([entry.ids + (0,) * padding], device=device))     # (1, P + padding, hidden)
+        batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
+        _, entering = self.step(batch, decoding.Rules(), count_pages(P + padding), 0, x, tuple(self.cache.boundaries))
+        self.cache.write_boundaries(entry, [x[:, :P] for x in entering])
+        self.cache.publish(entry)
+        self.counts.update(encoded_prefixes=1, token_layers=(self.model.config.layers - 0.5) * P)
+
+    def close(self, run: Running) -> None:
+        """Give back what a request holds; nothing if it has given it back already."""
+        for r in (run, run.shadow):
+            if r and r.lease:
+                self.cache.close(r.lease)
+                r.lease = None
