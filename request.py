@@ -61,8 +61,9 @@ class Request:
 
 @dataclass
 class Result:
-    """What a request came to. token_layers counts its denoising (README, Cost); what the encoding of a new prefix
-    cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in measure_token_layers.
+    """What a request came to. token_layers counts its denoising (docs/how-it-works.md, Cost); what the encoding of a
+    new prefix cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in
+    measure_token_layers.
 
     similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table's depth rests on;
     [] if it was not measured. depth below table_depth (None with self_profile): that was less than the table's threshold, or,

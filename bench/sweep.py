@@ -1,5 +1,5 @@
 """The sweep of the bench: time of one forward pass against its token-layers, for prefixes of 0 to 4000 tokens and 1 to 16
-requests at once, and its picture. Cost grows as the README says (Cost) where the points follow the grey line."""
+requests at once, and its picture. Cost grows as docs/how-it-works.md says where the points follow the grey line."""
 import math
 from argparse import Namespace
 from collections import defaultdict

@@ -42,8 +42,9 @@ def ask(seed=1, **kw):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_rows_of_every_step(model, depth):
-    """README, Cost, step by step: a hit computes S rows in the layers below its depth, P + S from there up at steps 0, R,
-    2R, ..., and S everywhere else. Nothing is done for the prefix that the first request already did."""
+    """docs/how-it-works.md, Cost, step by step: a hit computes S rows in the layers below its depth, P + S from
+    there up at steps 0, R, 2R, ..., and S everywhere else. Nothing is done for the prefix that the first request
+    already did."""
     engine = Engine(model, depth=depth, refresh=R, cache_mb=8)
     with Count(model) as first:
         miss, = engine.generate([ask(1)])
@@ -64,7 +65,7 @@ def test_rows_of_every_step(model, depth):
     ("none", lambda f: G * L * (P + S)), ("intra", lambda f: f * L * (P + S) + (G - f) * L * S - 0.5 * P * f),
     ("naive", lambda f: G * L * S)])
 def test_token_layers_of_the_other_modes(model, cache, formula):
-    """The table of README, Cost: none, intra, and naive, which is the floor."""
+    """The table of docs/how-it-works.md, Cost: none, intra, and naive, which is the floor."""
     result, = Engine(model, cache=cache, refresh=R, cache_mb=8).generate([ask()])
     assert result.token_layers == formula(math.ceil(G / R))
 

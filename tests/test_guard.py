@@ -318,8 +318,9 @@ def test_the_mean_runs_and_may_recover(model):
 
 
 def test_cost_stays_within_two_percent():
-    """At the default rate, for requests like the README's example (P = 900, S = 316, 128 steps, R = 16, half of the layers
-    shared): the very first request stays below 2%. Rows are counted by hooks, not by the guard's own books."""
+    """At the default rate, for requests like the example of docs/how-it-works.md (P = 900, S = 316, 128 steps, R = 16,
+    half of the layers shared): the very first request stays below 2%. Rows are counted by hooks, not by the guard's
+    own books."""
     model = tiny(layers=6, max_len=1300)
     rows = []
     for layer in model.layers:
