@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import tokenizer as module  # noqa: E402
+from vocabulary import QWEN2_SPLIT  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
 TEXT = """Dana Reed sits in room 42 in Lisbon and reports to Omar Haddad. Omar Haddad sits in room 17 in Oslo. Who sits in
@@ -77,7 +77,7 @@ def bpe(words, *, space=False, qwen=False, post=None):
     core.pre_tokenizer, core.decoder = level, decoders.ByteLevel()
     if qwen:
         core.normalizer = normalizers.NFC()
-        core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(module.QWEN2_SPLIT), "isolated"), level])
+        core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), level])
     core.train_from_iterator(TEXT * 3, trainers.BpeTrainer(
         vocab_size=420, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
     if words:
@@ -171,7 +171,7 @@ def ask(question, before=TURNS):
 
 def rendering(tok, messages):
     """The template's text, straight from jinja, with nothing of ours in between."""
-    return tok._template.render(messages=messages, add_generation_prompt=True, **tok._named)
+    return tok.template.program.render(messages=messages, add_generation_prompt=True, **tok.template.named)
 
 
 # ---- text -------------------------------------------------------------------------------------------------------------
