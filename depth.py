@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import Transformer, fingerprint, load, rotate
+from checkpoint import fingerprint, load
+from model import Transformer, rotate
 
 # Published with arXiv 2608.26140 (sands-lab/ACache, policies/), made by the profiler of arXiv 2606.07571: 500 samples of
 # WildChat-4.8M a ratio, threshold 0.97. name: (layers, {percent: depth})

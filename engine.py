@@ -29,7 +29,8 @@ import guard
 import kernels
 from admission import Admission
 from cache import PAGE, Cache, count_pages
-from model import Transformer, fingerprint, load
+from checkpoint import fingerprint, load
+from model import Transformer
 from request import Event, Request, Result, Running, Stream, Waiting, whole
 from step import Layout, Step, bucket, lay_out
 

@@ -30,9 +30,10 @@ from tqdm import tqdm  # noqa: E402
 from bench import throughput  # noqa: E402
 from bench.asked import RATIOS, Question, draw_questions, staff  # noqa: E402
 from bench.report import draw, read, show  # noqa: E402
+from checkpoint import fingerprint, load  # noqa: E402
 from depth import closeness, find_table  # noqa: E402
 from engine import Engine, Request  # noqa: E402
-from model import fingerprint, load, rotate  # noqa: E402
+from model import rotate  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
 SIZES = dict(questions=500, few=500, slow=30, states=24, ratios=",".join(map(str, RATIOS)))

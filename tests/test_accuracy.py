@@ -13,8 +13,8 @@ from conftest import ROOT
 from bench import accuracy, report
 from bench.accuracy import Setup, choose, make_setups
 from bench.asked import RATIOS, draw_questions, staff
+from checkpoint import load
 from depth import similarity
-from model import load
 from tokenizer import Tokenizer
 
 TINY = ROOT / "checkpoints" / "tiny"

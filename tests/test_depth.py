@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from conftest import ROOT, prompt, tiny
 
 import depth
+from checkpoint import fingerprint, load
 from engine import Engine, Request
-from model import fingerprint, load, rotate
+from model import rotate
 
 LLADA = Path(__file__).parent / "golden" / "llada"
 RATIOS = (10, 50, 90)

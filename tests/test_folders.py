@@ -1,7 +1,7 @@
 """Folders as people download them, end to end through generate.py: text in, text out, a chat's prefix shared.
 
-LLaDA's layout with tokenizer.json, Dream's with vocab.json and merges.txt; weights in two shards, random, so that the text is
-nonsense, but always the same.
+LLaDA's layout with tokenizer.json, Dream's with vocab.json and merges.txt; weights in two shards, random, so
+that the text is nonsense, but always the same.
 """
 import itertools
 import json
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_tokenizer import dream, llada
 
 import generate
-from model import FAMILIES, checkpoint_names, load
+from checkpoint import FAMILIES, checkpoint_names, load
 from tokenizer import Tokenizer
 
 DOCUMENT = "Dana Reed sits in room 42 in Lisbon and reports to Omar Haddad, who sits in room 17 in Oslo."
@@ -22,7 +22,8 @@ QUESTIONS = ["Who sits in room 42?", "How many people report to Omar?"]
 
 @pytest.fixture(scope="module", params=["llada", "Dream"])
 def folder(request, tmp_path_factory):
-    """config.json, two shards with an index, tokenizer files; the vocabulary is padded, as in the real ones."""
+    """config.json, two shards with an index, tokenizer files; the vocabulary is padded, as in the real
+    ones."""
     folder, family = tmp_path_factory.mktemp("folder") / request.param, FAMILIES[request.param]
     tokenizer = Tokenizer.from_folder({"llada": llada, "Dream": dream}[request.param](folder))
     model = tiny(shift=request.param == "Dream", vocab=tokenizer.vocab_size + 5, scale=3.0, mask_id=tokenizer.mask_id,
@@ -49,7 +50,8 @@ def ask(capsys, folder, *options):
 
 
 def test_text_in_text_out(folder, capsys):
-    """Without a cache the answers are the plain loop's on the chat template's ids, cut at the end of text or turn."""
+    """Without a cache the answers are the plain loop's on the chat template's ids, cut at the end of text or
+    turn."""
     tokenizer, model = Tokenizer.from_folder(folder), load(folder)
     for line, question in zip(ask(capsys, folder, "--cache", "none", "--block-length", 4), QUESTIONS, strict=True):
         ids, _ = tokenizer.chat([{"role": "system", "content": DOCUMENT}, {"role": "user", "content": question}])
@@ -59,8 +61,8 @@ def test_text_in_text_out(folder, capsys):
 
 @pytest.mark.parametrize("window", ["all", "rest", "block"])
 def test_the_second_question_is_a_hit(folder, capsys, window):
-    """The document, as the chat's system message, is encoded once; the second question finds it, alone or in a batch, and
-    gets the answer that it gets as the first."""
+    """The document, as the chat's system message, is encoded once; the second question finds it, alone or in
+    a batch, and gets the answer that it gets as the first."""
     how = ("--depth", 2, "--refresh", 4, "--window", window, "--block-length", 4)
     first, second = ask(capsys, folder, *how)
     assert (first["hit"], second["hit"]) == (False, True) and first["depth"] == second["depth"] == 2

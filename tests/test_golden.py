@@ -6,8 +6,8 @@ import torch
 from conftest import GOLDEN
 from safetensors.torch import load_file
 
+from checkpoint import load
 from engine import Engine, Request
-from model import load
 
 
 def cases(kind):

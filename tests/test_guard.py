@@ -11,9 +11,9 @@ from conftest import ROOT, prompt, tiny
 import depth
 import generate
 import guard
+from checkpoint import load
 from engine import Engine, Request
 from guard import SHARE, ratio_bin
-from model import load
 from tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))

@@ -1,4 +1,5 @@
-"""Loading a folder of shards: never two copies of the weights, a bar on a terminal, one sentence when it is broken."""
+"""Loading a folder of shards: never two copies of the weights, a bar on a terminal, one sentence when it is
+broken."""
 import io
 import json
 import os
@@ -11,13 +12,14 @@ import torch
 from conftest import ROOT, tiny
 from safetensors.torch import save_file
 
-import model as module
-from model import FAMILIES, Config, Transformer, checkpoint_names, load
+import checkpoint
+from checkpoint import FAMILIES, checkpoint_names, load
+from model import Config, Transformer
 
 MEASURE = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from model import load
+from checkpoint import load
 
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
@@ -28,9 +30,9 @@ def touch(folder, dtype):
     return sum(p.nbytes for p in model.parameters())
 
 for case in sys.argv[3:]:
-    if os.fork() == 0:                                              # each in a process of its own, torch imported once
+    if os.fork() == 0:                              # each in a process of its own, torch imported once
         folder, dtype = case.split("=")
-        touch(sys.argv[2], dtype)                                   # a tiny model first: the libraries are not the weights
+        touch(sys.argv[2], dtype)                   # a tiny model first: the libraries are not the weights
         before = status("VmRSS")
         weights = touch(folder, dtype)
         print(status("VmHWM") - before, weights, flush=True)
@@ -57,9 +59,9 @@ def save_shards(folder: Path, model: Transformer, shards: int, dtype=torch.float
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory(tmp_path):
-    """76.6 million parameters, 306 MB in float32, in five shards. The peak of resident memory while loading, mapped pages of
-    the files included, stays below 1.3 times the weights as they are in the end: a cast holds one tensor twice, not one
-    shard."""
+    """76.6 million parameters, 306 MB in float32, in five shards. The peak of resident memory while loading,
+    mapped pages of the files included, stays below 1.3 times the weights as they are in the end: a cast holds
+    one tensor twice, not one shard."""
     c = Config(layers=5, hidden=1024, heads=8, kv_heads=8, mlp=3072, vocab=4096, max_len=64, theta=1e4, eps=1e-6, mask_id=1,
                eos_id=2, qkv_bias=False, tied=False)
     with torch.device("meta"):
@@ -81,7 +83,8 @@ def test_peak_memory(tmp_path):
 
 
 def test_a_cast_is_the_stored_value_rounded(tmp_path):
-    """Each tensor is cast by itself: the same values as casting the whole model, and the head in its place."""
+    """Each tensor is cast by itself: the same values as casting the whole model, and the head in its
+    place."""
     model = tiny()
     folder = save_shards(tmp_path / "model", model, 3)
     cast = load(folder, dtype="bfloat16").state_dict()
@@ -91,7 +94,8 @@ def test_a_cast_is_the_stored_value_rounded(tmp_path):
 
 
 def test_progress_bar(tmp_path, monkeypatch):
-    """A bar in bytes on a terminal, nothing elsewhere: a log must not fill with bars. It counts up to the whole."""
+    """A bar in bytes on a terminal, nothing elsewhere: a log must not fill with bars. It counts up to the
+    whole."""
     folder = save_shards(tmp_path / "model", tiny(), 3)
     seen = []
 
@@ -100,8 +104,8 @@ def test_progress_bar(tmp_path, monkeypatch):
         seen.append(real(**settings | dict(delay=0, mininterval=0)))
         return seen[-1]
 
-    real = module.tqdm
-    monkeypatch.setattr(module, "tqdm", eager)
+    real = checkpoint.tqdm
+    monkeypatch.setattr(checkpoint, "tqdm", eager)
     for terminal in (True, False):
         stream = io.StringIO()
         stream.isatty = lambda: terminal
@@ -123,8 +127,8 @@ def test_quick_loads_show_no_bar(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_broken_shards_in_one_sentence(tmp_path, dtype):
-    """Symptom: a download that was cut ends in a traceback of the safetensors library, where dtype is auto. It is one
-    ValueError that names the file; so is an index that is none."""
+    """Symptom: a download that was cut ends in a traceback of the safetensors library, where dtype is auto.
+    It is one ValueError that names the file; so is an index that is none."""
     folder = save_shards(tmp_path / "model", tiny(), 2)
     shard = folder / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])

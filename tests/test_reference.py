@@ -2,7 +2,8 @@
 
     pip install -r tests/requirements-reference.txt && python -m pytest tests/test_reference.py
 
-Dream is Qwen2 and LLaDA is Llama, each without the causal mask. Random weights of theirs under our names give their logits.
+Dream is Qwen2 and LLaDA is Llama, each without the causal mask. Random weights of theirs under our names give
+their logits.
 """
 import pytest
 import torch
@@ -29,7 +30,8 @@ def rename(ours: str) -> str:
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("family, bias", [("Qwen2", True), ("Llama", False)])
 def test_logits_of_transformers(family, bias, ratio, tied):
-    """Their logits to 1e-4 in float32, for GQA ratios 1 and 4, with and without qkv bias, with and without a tied head."""
+    """Their logits to 1e-4 in float32, for GQA ratios 1 and 4, with and without qkv bias, with and without a
+    tied head."""
     c = Config(layers=3, hidden=64, heads=4, kv_heads=4 // ratio, mlp=112, vocab=90, max_len=128, theta=1e6, eps=1e-6,
                mask_id=89, eos_id=88, qkv_bias=bias, tied=tied, shift=bias)
     torch.manual_seed(ratio)

@@ -1,4 +1,5 @@
-"""The real checkpoints' shapes: their published config.json, built on the meta device (tests/configs says where from)."""
+"""The real checkpoints' shapes: their published config.json, built on the meta device (tests/configs says
+where from)."""
 import json
 import re
 
@@ -7,7 +8,8 @@ import torch
 from conftest import ROOT
 from safetensors.torch import save_file
 
-from model import FAMILIES, Transformer, checkpoint_names, load, read_config
+from checkpoint import FAMILIES, checkpoint_names, load, read_config
+from model import Transformer
 
 CONFIGS = ROOT / "tests" / "configs"
 LLADA, DREAM = ["LLaDA-8B-Base", "LLaDA-8B-Instruct", "LLaDA-1.5"], [
@@ -88,8 +90,9 @@ DREAM_WHERE = dict(embed="model.embed_tokens", norm="model.norm", head="lm_head"
 
 @pytest.mark.parametrize("name", ["LLaDA-8B-Base", "Dream-v0-Base-7B"])
 def test_no_two_tensors_are_exchanged(name, tmp_path):
-    """Symptom: gate and up, or two norms, change places and nothing complains, for their shapes agree. A small folder under
-    the real keys, each tensor filled with its own number: every number arrives where the authors' code has it."""
+    """Symptom: gate and up, or two norms, change places and nothing complains, for their shapes agree. A
+    small folder under the real keys, each tensor filled with its own number: every number arrives where the
+    authors' code has it."""
     keys, shapes, small, where = ((LLADA_KEYS, LLADA_SHAPES, LLADA_SMALL, LLADA_WHERE) if name in LLADA else
                                   (DREAM_KEYS, DREAM_SHAPES, DREAM_SMALL, DREAM_WHERE))
     raw = json.loads((CONFIGS / name / "config.json").read_text())
