@@ -1,12 +1,14 @@
-"""Who may start, and with what: the prefix looked up, the depth chosen, pages counted, room made, a new prefix encoded.
+"""Who may start, and with what: the prefix looked up, the depth chosen, pages counted, room made, a new
+prefix encoded.
 
     admission.check(request)                    # can it ever be served? ValueError if not
     run = admission.admit(waiting, alone)       # its pages are its own now; None: there is no room yet
     admission.close(run)                        # and now they are free again
 
-What the modes of caching differ in is decided here, once a request: the prefix P, the most it may share (`limit`), the depth
-b it gets. From then on the page table says where to read, and neither the loop (engine.py) nor the pass (step.py) knows of
-modes. Checked: tests/test_engine.py (the identities), test_errors.py (limits), test_serving.py (nothing is left behind).
+What the modes of caching differ in is decided here, once a request: the prefix P, the most it may share
+(`limit`), the depth b it gets. From then on the page table says where to read, and neither the loop
+(engine.py) nor the pass (step.py) knows of modes. Checked: tests/test_engine.py (the identities),
+test_errors.py (limits), test_serving.py (nothing is left behind).
 """
 import math
 from typing import NamedTuple
@@ -31,31 +33,33 @@ class Plan(NamedTuple):
 class Admission:
     """Decides for one engine; its options are explained there.
 
-    table and self_profile matter with depth "auto" alone. suffix_layers: in how many layers suffix K/V outlive a pass, all
-    if a window reads them later, else 1, and one set of pages serves all. bucket: rounds lengths up (step.bucket). counts:
-    the engine's, which an encoded prefix adds to.
+    table and self_profile matter with depth "auto" alone. suffix_layers: in how many layers suffix K/V
+    outlive a pass, all if a window reads them later, else 1, and one set of pages serves all. bucket:
+    rounds lengths up (step.bucket). counts: the engine's, which an encoded prefix adds to.
     """
 
-    def __init__(self, model: Transformer, cache: Cache, step, guard, counts, *, mode: str, depth, table, self_profile,
-                 auto_prefix: bool, suffix_layers: int, bucket):
+    def __init__(self, model: Transformer, cache: Cache, step, guard, counts, *, mode: str, depth, table,
+                 self_profile, auto_prefix: bool, suffix_layers: int, bucket):
         self.model, self.cache, self.step, self.guard, self.counts = model, cache, step, guard, counts
         self.mode, self.depth, self.table, self.self_profile = mode, depth, table, self_profile
         self.suffix_layers, self.bucket = suffix_layers, bucket
         self.repeats = Repeats() if auto_prefix and mode == "bicache" else None
 
-    # -- a request by itself --------------------------------------------------------------------------------------
+    # -- a request by itself ---------------------------------------------------------------------------------
 
     def check(self, r: Request) -> None:
-        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a list of ints."""
+        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a
+        list of ints."""
         r.prompt = check(r, self.model.config.vocab, self.model.config.max_len)
         P = self._named(r) or 0
         if not self._fits(r, P):
-            need = self.cache.budget_for(*self._pages(r, P)) / 2**20
-            raise ValueError(f"the request needs {need:.2f} MB of cache and the budget is "
-                             f"{self.cache.budget / 2**20:.2f} MB; set cache_mb to {math.ceil(need * 100) / 100:g} or more")
+            need, budget = self.cache.budget_for(*self._pages(r, P)) / 2**20, self.cache.budget / 2**20
+            raise ValueError(f"the request needs {need:.2f} MB of cache and the budget is {budget:.2f} MB; "
+                             f"set cache_mb to {math.ceil(need * 100) / 100:g} or more")
 
     def _named(self, r: Request) -> int | None:
-        """P as the request names it, or None: whatever is stored. One prompt token is always left to the suffix."""
+        """P as the request names it, or None: whatever is stored. One prompt token is always left to the
+        suffix."""
         if self.mode == "none":
             return 0
         if r.prefix_len is None:
@@ -78,12 +82,12 @@ class Admission:
         return max(b for b in (0, *self.cache.boundaries, self.model.config.layers) if b <= depth)
 
     def _pages(self, r: Request, P: int, depth: int | None = None) -> tuple[int, int]:
-        """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix included: at the
-        depth for P or, with that prefix stored, at another."""
+        """All kv pages and hidden pages that a request takes in an otherwise empty cache, its shared prefix
+        included: at the depth for P or, with that prefix stored, at another."""
         T = len(r.prompt) + r.gen_length
         limit = self._limit(P, T)
         if depth is None:
-            depth = 0 if self.self_profile else limit       # there a prefix' first request is stored and shares nothing
+            depth = 0 if self.self_profile else limit       # a prefix' first request shares nothing there
         shared = count_pages(P) if limit else 0
         own = self.cache.pages_needed(P, T - P, depth, self.suffix_layers)
         canvases = 2 if r.cfg_scale else 1
@@ -93,10 +97,11 @@ class Admission:
         pages, hidden = self._pages(r, P, depth)
         return pages <= len(self.cache.kv) - 2 and hidden < len(self.cache.hidden)
 
-    # -- a request among others -----------------------------------------------------------------------------------
+    # -- a request among others ------------------------------------------------------------------------------
 
     def admit(self, waiting: Waiting, alone: bool) -> Running | None:
-        """Start a request: None while there is no room for its pages. RuntimeError if there is none though it is `alone`."""
+        """Start a request: None while there is no room for its pages. RuntimeError if there is none though
+        it is `alone`."""
         r, cache = waiting.request, self.cache
         if waiting.prefix_len is None:                      # once: a second look would meet itself
             named = self._named(r)
@@ -107,11 +112,13 @@ class Admission:
         prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)] if r.cfg_scale else [r.prompt]
         entries = [cache.find(prompt[:P], r.salt, P) if plan.store else None for prompt in prompts]
         new = entries.count(None) if plan.store else 0
-        own = cache.pages_needed(P, T - P, plan.depth, self.suffix_layers)
-        if not cache.make_room(len(prompts) * own + new * count_pages(P) * cache.layers,
-                               new * count_pages(P) * len(cache.boundaries), len(prompts) + new, keep=entries):
+        own = len(prompts) * cache.pages_needed(P, T - P, plan.depth, self.suffix_layers)
+        shared = new * count_pages(P)
+        if not cache.make_room(own + shared * cache.layers, shared * len(cache.boundaries),
+                               len(prompts) + new, keep=entries):
             if alone:
-                raise RuntimeError("the cache is held by another stream of this engine; finish or close that one first")
+                raise RuntimeError("the cache is held by another stream of this engine; finish or close that "
+                                   "one first")
             return None
         run = self._open_all(waiting, prompts, plan, entries)
         if plan.store:
@@ -120,8 +127,9 @@ class Admission:
         return run
 
     def _find(self, r: Request) -> int:
-        """P of a request that names no prefix: what is stored, or what it has in common with an earlier one, if anything
-        of it can be shared and fits beside the request. Raises the count of misses if not."""
+        """P of a request that names no prefix: what is stored, or what it has in common with an earlier
+        one, if anything of it can be shared and fits beside the request. Raises the count of misses if
+        not."""
         ids = r.prompt[:-1]
         entry = self.cache.find(ids, r.salt)
         stored = len(entry.ids) if entry else 0
@@ -165,7 +173,8 @@ class Admission:
         return run
 
     def _open(self, waiting: Waiting, prompt: list, plan: Plan, entry: Entry | None) -> Running:
-        """Give a canvas its pages, for which there is room, and encode its prefix if that is to be stored and is not."""
+        """Give a canvas its pages, for which there is room, and encode its prefix if that is to be stored
+        and is not."""
         r, P, L = waiting.request, waiting.prefix_len, self.model.config.layers
         own = len(prompt) - P
         suffix = torch.full((own + r.gen_length,), self.model.config.mask_id)               # (S,)
@@ -182,8 +191,8 @@ class Admission:
                 self.cache.close(lease)
                 self.cache.discard(entry)
                 raise
-        return Running(waiting.index, r, prompt, lease, P, plan.depth, hit=plan.depth > 0 and not new, suffix=suffix,
-                       masked=torch.ones(r.gen_length, dtype=torch.bool), blocks=blocks,
+        return Running(waiting.index, r, prompt, lease, P, plan.depth, hit=plan.depth > 0 and not new,
+                       suffix=suffix, masked=torch.ones(r.gen_length, dtype=torch.bool), blocks=blocks,
                        encode_token_layers=(L - 0.5) * P if new else 0)
 
     def _encode(self, entry: Entry) -> None:
@@ -193,9 +202,11 @@ class Admission:
         one = lambda n: torch.tensor([n], device=device)
         none = torch.empty(1, 0, dtype=torch.long, device=device)
         padding = min(self.bucket(P, PAGE), self.model.config.max_len) - P
-        x = self.model.embed(torch.tensor([entry.ids + (0,) * padding], device=device))     # (1, P + padding, hidden)
+        ids = torch.tensor([entry.ids + (0,) * padding], device=device)
+        x = self.model.embed(ids)                                                   # (1, P + padding, hidden)
         batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
-        _, entering = self.step(batch, decoding.Rules(), count_pages(P + padding), 0, x, tuple(self.cache.boundaries))
+        boundaries = tuple(self.cache.boundaries)
+        _, entering = self.step(batch, decoding.Rules(), count_pages(P + padding), 0, x, boundaries)
         self.cache.write_boundaries(entry, [x[:, :P] for x in entering])
         self.cache.publish(entry)
         self.counts.update(encoded_prefixes=1, token_layers=(self.model.config.layers - 0.5) * P)

@@ -11,9 +11,9 @@ One loop serves all modes; they differ in three numbers of a request, never in c
     bicache   named, or found        from the table      each R steps  BiCache (arXiv 2606.07571)
     naive     named, or found        L (all layers)      never         what an autoregressive engine would do
 
-The loop is `Engine._run`: measure, admit, step and commit, finish. admission.py says who may start, step.py what a pass
-computes, decoding.py what it commits, cache.py where K/V lie. One read from the device per pass: tokens and confidences.
-Checked against a plain loop (tests/reference.py) and golden outputs.
+The loop is `Engine._run`: measure, admit, step and commit, finish. admission.py says who may start, step.py
+what a pass computes, decoding.py what it commits, cache.py where K/V lie. One read from the device per
+pass: tokens and confidences. Checked against a plain loop (tests/reference.py) and golden outputs.
 """
 import time
 import warnings
@@ -45,30 +45,32 @@ class NotFinite(ValueError):
 class Engine:
     """A model, its cache, and the denoising loop.
 
-    refresh: R, in steps. window: the rows computed after a block's first step, `all` of the suffix, the `rest` from the
-    block on (Fast-dLLM's prefix cache) or the `block` (its dual cache). cache_mb: MB for K/V and boundary states,
-    allocated here. auto_prefix: leading ids that two requests had in common become a shared prefix. attention: triton,
-    torch or auto. measure: at one refresh in so many (0: none) the guard looks whether the table holds for the prefix
-    (guard.py). self_profile: no table; each prefix gets the depth at which its own K/V were measured to be that much
-    alike (0.97, say).
+    refresh: R, in steps. window: the rows computed after a block's first step, `all` of the suffix, the
+    `rest` from the block on (Fast-dLLM's prefix cache) or the `block` (its dual cache). cache_mb: MB for
+    K/V and boundary states, allocated here. auto_prefix: leading ids that two requests had in common become
+    a shared prefix. attention: triton, torch or auto. measure: at one refresh in so many (0: none) the
+    guard looks whether the table holds for the prefix (guard.py). self_profile: no table; each prefix gets
+    the depth at which its own K/V were measured to be that much alike (0.97, say).
     """
 
-    def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all", cache_mb=256,
-                 max_batch=8, compile=False, attention="auto", auto_prefix=True, measure=None, self_profile=None,
-                 table=None, tokenizer=None, key=""):
-        c, weight = model.config, model.embed.weight
-        _check_options(c.layers, cache, window, depth, refresh=refresh, max_batch=max_batch, cache_mb=cache_mb)
+    def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all",
+                 cache_mb=256, max_batch=8, compile=False, attention="auto", auto_prefix=True, measure=None,
+                 self_profile=None, table=None, tokenizer=None, key=""):
+        L, weight = model.config.layers, model.embed.weight
+        _check_options(L, cache, window, depth, refresh=refresh, max_batch=max_batch, cache_mb=cache_mb)
         auto = cache == "bicache" and depth == "auto"
         guard.check(measure, self_profile, table, auto)
         if auto and table is None and not self_profile:
-            warnings.warn("this model has no depth table: depth 0 is used, no layer is shared; measure one (python depth.py "
-                          "profile --model DIR --text FILE) and pass it as table, or set self_profile", stacklevel=2)
+            warnings.warn("this model has no depth table: depth 0 is used, no layer is shared; measure one "
+                          "(python depth.py profile --model DIR --text FILE) and pass it as table, or set "
+                          "self_profile", stacklevel=2)
         self.model, self.mode, self.tokenizer, self.self_profile = model, cache, tokenizer, self_profile
         self.window, self.max_batch, self.device = window, max_batch, weight.device
-        self.refresh = refresh if cache in ("intra", "bicache") else 1      # the others have nothing to refresh
-        self.eos_ids = {c.eos_id} | (tokenizer.eos_ids if tokenizer else set())
-        boundaries = _boundaries(c.layers) if cache == "bicache" else ()
-        self.cache = Cache(c, int(cache_mb * 2**20), boundaries, max_batch, weight.device, weight.dtype, key)
+        self.refresh = refresh if cache in ("intra", "bicache") else 1    # the others have nothing to refresh
+        self.eos_ids = {model.config.eos_id} | (tokenizer.eos_ids if tokenizer else set())
+        boundaries = _boundaries(L) if cache == "bicache" else ()
+        self.cache = Cache(model.config, int(cache_mb * 2**20), boundaries, max_batch, weight.device,
+                           weight.dtype, key)
         self.guard = None
         if auto and measure != 0 and (table or self_profile):
             threshold = self_profile or getattr(table, "threshold", depths.Table.threshold)
@@ -80,7 +82,7 @@ class Engine:
         self.admission = Admission(
             model, self.cache, self.step, self.guard, self.counts, mode=cache, depth=depth, table=table,
             self_profile=self_profile, auto_prefix=auto_prefix, bucket=self.bucket,
-            suffix_layers=1 if window == "all" else c.layers)
+            suffix_layers=1 if window == "all" else L)
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
@@ -92,27 +94,29 @@ class Engine:
         from tokenizer import Tokenizer
         model = load(path, device, dtype)
         model = model if options.get("compile") else model.pack()
-        looked_up = cache == "bicache" and depth == "auto" and not options.get("self_profile")
-        table = depths.find_table(path, model.config.layers) or {} if looked_up else None   # {}: it has warned already
-        return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb, max_batch=max_batch,
-                   table=table, tokenizer=Tokenizer.from_folder(path), key=fingerprint(path), **options)
+        table = None
+        if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
+            table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already
+        return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
+                   max_batch=max_batch, table=table, tokenizer=Tokenizer.from_folder(path),
+                   key=fingerprint(path), **options)
 
-    # -- the public calls -----------------------------------------------------------------------------------------
+    # -- the public calls ------------------------------------------------------------------------------------
 
     def generate(self, requests) -> list[Result]:
         """Results in the order of the requests."""
         requests = list(requests)
         results = [None] * len(requests)
         for event in self.stream(requests):
-            if event.result:
-                results[event.index] = event.result
+            results[event.index] = event.result         # None but for each request's last
         return results
 
     def stream(self, requests):
         """Events as they happen, `Event.result` set on each request's last.
 
-        A list is checked whole before this returns. Any other iterable is asked for the next request when there is a place
-        for it (None: nothing now) and may never end. ValueError names the request, what is wrong and the remedy.
+        A list is checked whole before this returns. Any other iterable is asked for the next request when
+        there is a place for it (None: nothing now) and may never end. ValueError names the request, what is
+        wrong and the remedy.
         """
         items = requests if isinstance(requests, (list, tuple)) else []
         stream = Stream(deque(), iter(()) if items is requests else iter(requests))
@@ -122,11 +126,13 @@ class Engine:
         return self._run(stream)
 
     def check(self, request: Request) -> None:
-        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a list of ints."""
+        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a
+        list of ints."""
         self.admission.check(request)
 
     def cancel(self, request: Request) -> None:
-        """Stop a request that was handed to `stream`: its pages are free at once, its last event says "cancelled"."""
+        """Stop a request that was handed to `stream`: its pages are free at once, its last event says
+        "cancelled"."""
         for stream in self.streams:
             for waiting in stream.waiting:
                 if waiting.request is request:
@@ -137,7 +143,7 @@ class Engine:
                     run.blocks.clear()
                     self.admission.close(run)
 
-    # -- the loop -------------------------------------------------------------------------------------------------
+    # -- the loop --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run(self, stream: Stream):
@@ -148,7 +154,7 @@ class Engine:
                     self._measure(run)
                 yield from self._admit(stream)
                 for depth, group in self._groups([run for run in stream.running if not run.cancelled]):
-                    if group := [run for run in group if not run.cancelled]:        # the listener may have, just now
+                    if group := [run for run in group if not run.cancelled]:    # by the listener, just now
                         yield from self._step(group, depth)
                 yield from self._finish(stream)
         except NotFinite:
@@ -168,8 +174,9 @@ class Engine:
                 self.counts.update(host_reads=1, measurements=1)
 
     def _admit(self, stream: Stream):
-        """Let those that wait join, in order, while there is room; only where the deep layers of all that run are recomputed
-        anyway, so that all refresh at the same steps. Yields the event of one that was cancelled before it began."""
+        """Let those that wait join, in order, while there is room; only where the deep layers of all that
+        run are recomputed anyway, so that all refresh at the same steps. Yields the event of one that was
+        cancelled before it began."""
         running = stream.running
         if any(run.forwards % self.refresh for run in running if self._refreshes(run)):
             return
@@ -185,7 +192,8 @@ class Engine:
             stream.waiting.popleft()
 
     def _next(self, stream: Stream, patient: bool) -> bool:
-        """Whether a request waits; if none does, ask the source. With nothing else to do, give it a moment."""
+        """Whether a request waits; if none does, ask the source. With nothing else to do, give it a
+        moment."""
         if not stream.waiting and stream.source:
             try:
                 request = next(stream.source)
@@ -221,54 +229,61 @@ class Engine:
         return [(depth, group) for (depth, _), group in groups.items()]
 
     def _finish(self, stream: Stream):
-        """Let those go that have nothing more to do. Yields the event of one that was cancelled on its way."""
+        """Let those go that have nothing more to do. Yields the event of one that was cancelled on its
+        way."""
         for run in [run for run in stream.running if not run.blocks]:
             stream.running.remove(run)
             self.admission.close(run)
             if run.cancelled:
-                yield Event(run.index, run.forwards, False, (0, 0), [], run.prefix_len, run.depth, self._result(run))
+                yield Event(run.index, run.forwards, False, (0, 0), [], run.prefix_len, run.depth,
+                            self._result(run))
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self, group: list, depth: int | None):
-        """One forward pass over a group, a refresh at `depth` or a reuse step, then commit: an `Event` for each request."""
+        """One forward pass over a group, a refresh at `depth` or a reuse step, then commit: an `Event` for
+        each request."""
         shadows = [run.shadow for run in group if run.shadow]
         layout = lay_out(group, shadows, self.window, self.model.config, self.bucket)
         runs = group + shadows
         prefix = None if depth is None else self._entering(runs, depth, B=len(layout.batch.ids))
-        pages = self.bucket(max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in runs), 1)
-        verdict, _ = self.step(layout.batch.to(self.device), layout.rules.to(self.device),
-                               min(pages, self.cache.table.shape[2] - 1), depth, prefix, (), self._shared(runs))
+        pages = max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in runs)
+        pages = min(self.bucket(pages, 1), self.cache.table.shape[2] - 1)
+        verdict, _ = self.step(layout.batch.to(self.device), layout.rules.to(self.device), pages, depth,
+                               prefix, (), self._shared(runs))
         M = sum(len(places) for places in layout.places)
-        token, *stats = verdict[:, :M].cpu()                                                # the only read from the device
+        token, *stats = verdict[:, :M].cpu()                                # the only read from the device
         self.counts.update(passes=1, host_reads=1, head_rows=layout.head_rows)
         self._require_finite(stats[0], group, layout)
         yield from self._commit(group, layout, depth, token.long(), stats)
 
     def _entering(self, runs: list, depth: int, B: int) -> Tensor:
-        """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix's end whatever comes."""
+        """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix's end whatever
+        comes."""
         P = min(self.bucket(max(run.prefix_len for run in runs), PAGE), self.model.config.max_len)
         if depth:
             ids = [run.lease.entry.id for run in runs]
-            return self.cache.read_boundary(torch.tensor(ids + ids[:1] * (B - len(ids)), device=self.device), depth, P)
+            ids += ids[:1] * (B - len(ids))
+            return self.cache.read_boundary(torch.tensor(ids, device=self.device), depth, P)
         ids = torch.zeros(B, P, dtype=torch.long)
         for b, run in enumerate(runs):
             ids[b, :run.prefix_len] = torch.tensor(run.prompt[:run.prefix_len])
         return self.model.embed(ids.to(self.device))
 
     def _shared(self, runs: list) -> tuple[int, int]:
-        """(n, b): the first n pages are the same for all of a batch in the layers below b. In a compiled graph this would
-        be one more shape, so there it is left out."""
+        """(n, b): the first n pages are the same for all of a batch in the layers below b. In a compiled
+        graph this would be one more shape, so there it is left out."""
         if len(runs) == 1 or self.bucket is bucket or len({id(run.lease.entry) for run in runs}) > 1:
             return 0, 0
         return count_pages(runs[0].prefix_len), min(run.depth for run in runs)
 
     def _require_finite(self, confidence: Tensor, group: list, layout: Layout) -> None:
         """NotFinite, naming the request, if any of its rows' confidences is no number."""
-        for run, rows in zip(group, confidence.isfinite().split([len(places) for places in layout.places])):
+        finite = confidence.isfinite().split([len(places) for places in layout.places])
+        for run, rows in zip(group, finite):
             if not rows.all():
-                raise NotFinite(f"the model gave non-finite logits at step {run.forwards} of request {run.index}; check "
-                                "its weights, or load it with dtype float32")
+                raise NotFinite(f"the model gave non-finite logits at step {run.forwards} of request "
+                                f"{run.index}; check its weights, or load it with dtype float32")
 
     def _commit(self, group: list, layout: Layout, depth: int | None, token: Tensor, stats: list):
         """Put the best tokens into the canvases and move each request on: yields an `Event` for each."""
@@ -276,9 +291,11 @@ class Engine:
         tokens, stats = token.split(sizes), [x.split(sizes) for x in stats]
         scores = torch.full((len(group), max(sizes)), float("-inf"), dtype=torch.float64)   # (B, most rows)
         for b, (run, places) in enumerate(zip(group, layout.places)):
-            scores[b, :sizes[b]] = decoding.scores_for(run.request, run.forwards, places, tokens[b], [x[b] for x in stats],
+            own = [x[b] for x in stats]
+            scores[b, :sizes[b]] = decoding.scores_for(run.request, run.forwards, places, tokens[b], own,
                                                        self.model.config.vocab, self.eos_ids)
-        shares = torch.tensor([run.blocks[0].shares.popleft() for run in group], dtype=torch.float64)       # (B, 2)
+        shares = [run.blocks[0].shares.popleft() for run in group]
+        shares = torch.tensor(shares, dtype=torch.float64)                                  # (B, 2)
         chosen = decoding.select(scores, shares[:, 0], shares[:, 1])
         for run, window, places, new, picked in zip(group, layout.windows, layout.places, tokens, chosen):
             if run.cancelled:               # by the listener, since this pass began
@@ -286,14 +303,15 @@ class Engine:
             picked = picked[:len(places)]
             committed = list(zip(places[picked].tolist(), new[picked].tolist()))
             self._advance(run, places[picked], new[picked], window, depth)
-            yield Event(run.index, run.forwards - 1, depth is not None, window, committed, run.prefix_len, run.depth,
-                        self._result(run))
+            yield Event(run.index, run.forwards - 1, depth is not None, window, committed, run.prefix_len,
+                        run.depth, self._result(run))
 
-    def _advance(self, run: Running, places: Tensor, tokens: Tensor, window: tuple, depth: int | None) -> None:
-        """Write tokens (m,) into the places (m,) of a request's canvas, count what the step cost, go on to the next block."""
-        lo, hi = window
-        deep = 0 if depth is None else self.model.config.layers - depth - 0.5      # the last layer's prefix rows: K/V only
-        work = self.model.config.layers * (hi - lo) + deep * run.prefix_len
+    def _advance(self, run: Running, places: Tensor, tokens: Tensor, window: tuple, depth: int | None):
+        """Write tokens (m,) into the places (m,) of a request's canvas, count what the step cost, go on to
+        the next block."""
+        L, (lo, hi) = self.model.config.layers, window
+        deep = 0 if depth is None else L - depth - 0.5          # the last layer's prefix rows give K/V only
+        work = L * (hi - lo) + deep * run.prefix_len
         run.masked[places] = False
         run.forwards += 1
         run.refreshes += depth is not None
@@ -307,6 +325,7 @@ class Engine:
             run.blocks.popleft()
 
     def _result(self, run: Running) -> Result | None:
+        """The result, with what the guard knows, once a request is done."""
         result = run.result(self.eos_ids)
         if result and self.guard:
             result.similarity = self.guard.similarity(run)
@@ -315,8 +334,9 @@ class Engine:
 
 
 def _boundaries(layers: int) -> range:
-    """The layers that a refresh can start from: all in small models; else every fourth, one short of a round depth, since a
-    refresh at depth b lives from the prefix-only K/V of layer b, too (depth.safe_depth)."""
+    """The layers that a refresh can start from: all in small models; else every fourth, one short of a
+    round depth, since a refresh at depth b lives from the prefix-only K/V of layer b, too
+    (depth.safe_depth)."""
     return range(1, layers) if layers <= 16 else range(3, layers - 1, 4)
 
 
@@ -328,8 +348,7 @@ def _check_options(layers: int, cache, window, depth, **positive) -> None:
     if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= layers):
         raise ValueError(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {layers}")
     for name, value in positive.items():
-        number = isinstance(value, (int, float))
-        if number and name != "cache_mb":
-            whole(name, value)
-        if not number or not 0 < value < 2**40:
+        if not isinstance(value, (int, float)) or not 0 < value < 2**40:
             raise ValueError(f"{name} is {value!r}; it must be a positive number")
+        if name != "cache_mb":
+            whole(name, value)

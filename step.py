@@ -1,11 +1,13 @@
-"""One forward pass over a batch of requests: the refresh step and the reuse step of BiCache, and what is compiled.
+"""One forward pass over a batch of requests: the refresh step and the reuse step of BiCache, and what is
+compiled.
 
-A *reuse* step computes window rows only, in every layer. In a *refresh* step the prefix rows join at layer `depth`; below
-it their K/V are the shared ones, from there up they are computed anew and written to pages of the request's own. Either
-way each layer does the same: write K/V of the rows it computes, then attend to all pages that the table names.
+A *reuse* step computes window rows only, in every layer. In a *refresh* step the prefix rows join at layer
+`depth`; below it their K/V are the shared ones, from there up they are computed anew and written to pages
+of the request's own. Either way each layer does the same: write K/V of the rows it computes, then attend to
+all pages that the table names.
 
-`lay_out` says on the host which rows a pass computes; `forward` computes them, reads nothing from the device and allocates
-nothing that outlives the pass. Checked row by row in tests/test_counts.py.
+`lay_out` says on the host which rows a pass computes; `forward` computes them, reads nothing from the
+device and allocates nothing that outlives the pass. Checked row by row in tests/test_counts.py.
 """
 from typing import NamedTuple
 
@@ -19,7 +21,8 @@ from model import Layer, Transformer
 
 
 class Pass(NamedTuple):
-    """What one forward pass reads, all int64. Padded requests and rows are inert: they write to page 1, never read."""
+    """What one forward pass reads, all int64. Padded requests and rows are inert: they write to page 1,
+    never read."""
     ids: Tensor                 # (B, W) window rows: token ids
     first: Tensor               # (B,)   place in the suffix of the first window row
     rows: Tensor                # (B,)   how many window rows are real
@@ -33,16 +36,18 @@ class Pass(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The rows of a pass over a group of requests, in the order of the group; the shadows of those with guidance follow."""
+    """The rows of a pass over a group of requests, in the order of the group; the shadows of those with
+    guidance follow."""
     batch: Pass                 # on the CPU
     rules: decoding.Rules       # how to choose at each active row
-    windows: list               # rows [lo, hi) of the suffix that are computed, a pair for each request and shadow
+    windows: list               # rows [lo, hi) of the suffix to compute, a pair for each request and shadow
     places: list                # for each request, (m,) places of the generated region that can be committed
     head_rows: int              # real rows through the output head: all places, and the shadows' once more
 
 
 def lay_out(runs: list, shadows: list, kind: str, config, bucket) -> Layout:
-    """Which rows a pass over `runs` computes and which of them can be committed. kind: of the window; bucket: rounds up."""
+    """Which rows a pass over `runs` computes and which of them can be committed. kind: of the window;
+    bucket: rounds up."""
     windows = [run.window(kind, config.shift) for run in runs + shadows]
     W, B = bucket(max(hi - lo for lo, hi in windows), 16), bucket(len(windows), 1)
     ids, fields = torch.full((B, W), config.mask_id), torch.zeros(5, B, dtype=torch.long)
@@ -67,9 +72,10 @@ def _padded(rows: Tensor, bucket) -> Tensor:
 
 
 def layer_pass(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pages: Tensor, columns: Tensor,
-               pages_read: int, prefix_len: Tensor, suffix_len: Tensor, skip: int, impl: str, shared: int) -> Tensor:
-    """One layer over rows x (B, N, hidden): K/V into `columns` (B, N) of `pages` (B, n), attention over all of them, the
-    first `shared` pages being the same for all requests."""
+               pages_read: int, prefix_len: Tensor, suffix_len: Tensor, skip: int, impl: str,
+               shared: int) -> Tensor:
+    """One layer over rows x (B, N, hidden): K/V into `columns` (B, N) of `pages` (B, n), attention over all
+    of them, the first `shared` pages being the same for all requests."""
     def attend(q, k, v):
         q = kernels.rope_store(q, k, v, cos, sin, kv, pages, columns, impl)
         return kernels.attend(q, kv, pages[:, :pages_read], prefix_len, suffix_len, impl, shared)
@@ -83,45 +89,48 @@ def finish(model: Transformer, x: Tensor, active: Tensor, rules: decoding.Rules,
     return torch.stack([t.double() for t in chosen])
 
 
-def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: decoding.Rules, pages_read: int,
-            depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (), shared: tuple = (0, 0),
-            impl: str = "torch", layer_pass=layer_pass, finish=finish) -> tuple[Tensor, list]:
-    """The verdict on the active rows (see `finish`), and the states (B, N, hidden) entering the layers `boundaries`.
+def forward(model: Transformer, kv: Tensor, table: Tensor, batch: Pass, rules: decoding.Rules,
+            pages_read: int, depth: int | None = None, prefix: Tensor | None = None, boundaries: tuple = (),
+            shared: tuple = (0, 0), impl: str = "torch", layer_pass=layer_pass,
+            finish=finish) -> tuple[Tensor, list]:
+    """The verdict on the active rows (see `finish`), and the states (B, N, hidden) entering the layers
+    `boundaries`.
 
-    depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer `depth`, join
-    the window rows there. In the last layer they give K/V only. pages_read: how many pages of a request may hold rows.
-    shared: (n, b), the first n pages are the same for all requests in the layers below b.
+    depth None: a reuse step. Else a refresh: `prefix` (B, P, hidden), the prefix rows as they enter layer
+    `depth`, join the window rows there. In the last layer they give K/V only. pages_read: how many pages of
+    a request may hold rows. shared: (n, b), the first n pages are the same for all requests in the layers
+    below b.
     """
     dev, trash = batch.ids.device, (table.shape[2] - 1) * PAGE
-    pages = table[batch.prefix_id].long()                                                   # (B, L, n)
+    pages = table[batch.prefix_id].long()                                               # (B, L, n)
     W = batch.ids.shape[1]
-    place = batch.first[:, None] + torch.arange(W, device=dev)                              # (B, W)
-    start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                    # the suffix' first column
+    place = batch.first[:, None] + torch.arange(W, device=dev)                          # (B, W)
+    start = (batch.prefix_len + PAGE - 1) // PAGE * PAGE                                # the suffix starts
     real = torch.arange(W, device=dev) < batch.rows[:, None]
-    columns = torch.where(real, start[:, None] + place, trash)                              # (B, W)
+    columns = torch.where(real, start[:, None] + place, trash)                          # (B, W)
     positions = batch.prefix_len[:, None] + place
-    x = model.embed(batch.ids)                                                              # (B, W, hidden)
+    x = model.embed(batch.ids)                                                          # (B, W, hidden)
     rope, P, entering = model.rope(positions), 0, []
     for i, layer in enumerate(model.layers):
         if i == depth:
             P = prefix.shape[1]
-            j = torch.arange(P, device=dev).expand(len(prefix), P)                          # (B, P)
-            x = torch.cat([prefix, x], 1)                                                   # (B, P + W, hidden)
+            j = torch.arange(P, device=dev).expand(len(prefix), P)                      # (B, P)
+            x = torch.cat([prefix, x], 1)                                               # (B, P + W, hidden)
             rope = model.rope(torch.cat([j, positions], 1))
             columns = torch.cat([torch.where(j < batch.prefix_len[:, None], j, trash), columns], 1)
         if i in boundaries:
             entering.append(x)
         skip = P if i == len(model.layers) - 1 else 0
-        x = layer_pass(layer, x, *rope, kv, pages[:, i], columns, pages_read, batch.prefix_len, batch.suffix_len,
-                       skip, impl, shared[0] if i < shared[1] else 0)
+        x = layer_pass(layer, x, *rope, kv, pages[:, i], columns, pages_read, batch.prefix_len,
+                       batch.suffix_len, skip, impl, shared[0] if i < shared[1] else 0)
     return finish(model, x, batch.active, rules, impl), entering
 
 
 class Step:
     """`forward`, bound to a model and its cache. The one place that compiles.
 
-    A graph is fixed by its shapes, which the engine rounds up to buckets, and on a GPU by the depth of a refresh. A second
-    engine on the same shapes finds the graphs of the first.
+    A graph is fixed by its shapes, which the engine rounds up to buckets, and on a GPU by the depth of a
+    refresh. A second engine on the same shapes finds the graphs of the first.
     """
 
     def __init__(self, model: Transformer, kv: Tensor, table: Tensor, impl: str, compile: bool):
@@ -134,8 +143,9 @@ class Step:
         if kv.is_cuda:      # launches cost more than arithmetic there: the whole pass is one CUDA graph
             torch._dynamo.mark_static_address(kv)
             self.run = torch.compile(forward, mode="reduce-overhead", **how)
-        else:               # compiling costs more: all layers share one body, so that neither depth nor step kind matters
-            self.parts |= dict(layer_pass=torch.compile(layer_pass, **how), finish=torch.compile(finish, **how))
+        else:               # compiling costs more: all layers share one body, at any depth
+            self.parts["layer_pass"] = torch.compile(layer_pass, **how)
+            self.parts["finish"] = torch.compile(finish, **how)
 
     def __call__(self, *args) -> tuple[Tensor, list]:
         verdict, entering = self.run(*self.bound, *args, **self.parts)
@@ -143,7 +153,8 @@ class Step:
 
 
 def bucket(n: int, least: int) -> int:
-    """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): a compiled graph serves all lengths of a bucket."""
+    """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): a compiled graph serves all lengths of a
+    bucket."""
     size = least
     while size < n:
         if size == least:

@@ -1,6 +1,8 @@
-"""Work, counted and never timed: rows through each layer and the head, forward passes, reads from the device, graphs.
+"""Work, counted and never timed: rows through each layer and the head, forward passes, reads from the
+device, graphs.
 
-The rows are counted by hooks on the layers themselves, not by the engine's own books, which are then held against them.
+The rows are counted by hooks on the layers themselves, not by the engine's own books, which are then held
+against them.
 """
 import math
 
@@ -16,12 +18,16 @@ S = U + G
 
 
 class Count:
-    """Rows (token positions) that enter each layer and the head, per forward pass of the model's first layer."""
+    """Rows (token positions) that enter each layer and the head, per forward pass of the model's first
+    layer."""
 
     def __init__(self, model):
-        self.passes, self.head = [], []
-        self.handles = [layer.register_forward_pre_hook(lambda m, a, i=i: self.layer(i, a[0])) for i, layer in enumerate(model.layers)]
-        self.handles.append(model.head.register_forward_pre_hook(lambda m, a: self.head.append(a[0].shape[0])))
+        self.passes, self.head, self.handles = [], [], []
+        for i, layer in enumerate(model.layers):
+            hook = lambda m, a, i=i: self.layer(i, a[0])
+            self.handles.append(layer.register_forward_pre_hook(hook))
+        hook = lambda m, a: self.head.append(a[0].shape[0])
+        self.handles.append(model.head.register_forward_pre_hook(hook))
 
     def layer(self, i, x):
         if i == 0:
@@ -37,7 +43,8 @@ class Count:
 
 
 def ask(seed=1, **kw):
-    return Request(prompt(P) + prompt(U, seed=seed), **{"prefix_len": P, "gen_length": G, "stop_at_eos": False, **kw})
+    options = {"prefix_len": P, "gen_length": G, "stop_at_eos": False, **kw}
+    return Request(prompt(P) + prompt(U, seed=seed), **options)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -48,7 +55,7 @@ def test_rows_of_every_step(model, depth):
     engine = Engine(model, depth=depth, refresh=R, cache_mb=8)
     with Count(model) as first:
         miss, = engine.generate([ask(1)])
-    assert first.passes[0] == [P] * L and len(first.passes) == 1 + G          # the prefix alone, then the steps
+    assert first.passes[0] == [P] * L and len(first.passes) == 1 + G        # the prefix alone, then the steps
     with Count(model) as count:
         hit, = engine.generate([ask(2)])
     for step, rows in enumerate(count.passes):
@@ -98,7 +105,8 @@ def test_head_sees_only_rows_that_can_be_committed(model):
 
 
 def test_prefix_queries_of_the_last_layer_are_skipped(model):
-    """In a refresh the last layer's prefix rows give K and V; nobody reads their queries, attention and MLP."""
+    """In a refresh the last layer's prefix rows give K and V; nobody reads their queries, attention and
+    MLP."""
     seen = []
     handle = model.layers[-1].q.register_forward_pre_hook(lambda m, a: seen.append(a[0].shape[1]))
     try:
@@ -109,18 +117,20 @@ def test_prefix_queries_of_the_last_layer_are_skipped(model):
 
 
 def test_one_read_from_the_device_per_pass(model, monkeypatch):
-    """The loop reads tokens and confidences in one transfer per forward pass; the step itself reads nothing."""
+    """The loop reads tokens and confidences in one transfer per forward pass; the step itself reads
+    nothing."""
     reads = []
     original = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(tuple(self.shape)), original(self))[1])
+    counted = lambda self: (reads.append(tuple(self.shape)), original(self))[1]
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
     engine = Engine(model, depth=2, refresh=R, cache_mb=8)
     engine.generate([ask(i) for i in range(3)])
     assert len(reads) == engine.counts["host_reads"] == engine.counts["passes"] == G
 
 
 def test_private_pages_are_counted_by_depth(model):
-    """A running request costs L - b layers of prefix pages, not L, and one set of suffix pages serves all layers where each
-    step computes them anew."""
+    """A running request costs L - b layers of prefix pages, not L, and one set of suffix pages serves all
+    layers where each step computes them anew."""
     engine = Engine(model, depth=3, cache_mb=8)
     stream = engine.stream([ask()])
     next(stream)
@@ -138,8 +148,8 @@ def test_batches_share_passes(model):
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_a_step_compiles_without_a_graph_break(shift):
-    """fullgraph=True raises at a graph break. The whole step is one graph, a refresh in which the prefix joins at the depth,
-    in a batch of two, and gives the tokens of the eager step."""
+    """fullgraph=True raises at a graph break. The whole step is one graph, a refresh in which the prefix
+    joins at the depth, in a batch of two, and gives the tokens of the eager step."""
     model = tiny(shift, layers=2)
     requests = [Request(prompt(20) + prompt(n, seed=n), prefix_len=20, gen_length=2, steps=1) for n in (3, 5)]
     eager = Engine(model, depth=1, cache_mb=2).generate(requests)
@@ -162,14 +172,16 @@ def graphs() -> int:
 
 
 def test_graphs_follow_buckets_and_nothing_else(monkeypatch):
-    """Symptom: a graph for every length. Thirty requests of thirty lengths, with five prefixes and three depths, make no more
-    graphs than there are buckets of (rows, pages), the same tokens as eager; a second engine makes none."""
+    """Symptom: a graph for every length. Thirty requests of thirty lengths, with five prefixes and three
+    depths, make no more graphs than there are buckets of (rows, pages), the same tokens as eager; a second
+    engine makes none."""
     model = tiny(layers=3)
     table = {30: 1, 60: 2}
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, **kw, backend="aot_eager"))
-    requests = [Request(prompt(30 + 20 * (i % 5)) + prompt(2 + i, seed=i), prefix_len=30 + 20 * (i % 5), gen_length=3, steps=1)
-                for i in range(30)]
+    prefix_lens = [30 + 20 * (i % 5) for i in range(30)]
+    requests = [Request(prompt(P) + prompt(2 + i, seed=i), prefix_len=P, gen_length=3, steps=1)
+                for i, P in enumerate(prefix_lens)]
     kw = dict(table=table, measure=0, cache_mb=8, max_batch=1)
     eager = [r.tokens for r in Engine(model, **kw).generate(requests)]
     reset()
@@ -190,8 +202,9 @@ def test_graphs_follow_buckets_and_nothing_else(monkeypatch):
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_confidence_makes_no_tensor_over_the_vocabulary(noise):
-    """Symptom: softmax in float64 over V = 126,464 weighs more than the cache. The choice and its probability come in one pass
-    over chunks of V: no tensor of (M, V) is made, none of float64, and both equal the plain formula."""
+    """Symptom: softmax in float64 over V = 126,464 weighs more than the cache. The choice and its
+    probability come in one pass over chunks of V: no tensor of (M, V) is made, none of float64, and both
+    equal the plain formula."""
     from torch.utils._python_dispatch import TorchDispatchMode
     M, V = 16, 126_464
     logits = torch.randn(M, V, generator=torch.Generator().manual_seed(0)) * 3
@@ -201,13 +214,15 @@ def test_confidence_makes_no_tensor_over_the_vocabulary(noise):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **kwargs or {})
             outs = out if isinstance(out, tuple) else (out,)
-            made.extend((t.numel(), t.dtype) for t in outs if torch.is_tensor(t) and t.data_ptr() != logits.data_ptr())
+            new = [t for t in outs if torch.is_tensor(t) and t.data_ptr() != logits.data_ptr()]
+            made.extend((t.numel(), t.dtype) for t in new)
             return out
 
     keys = (torch.full((M,), 0.5), torch.arange(M), torch.arange(M), torch.arange(M)) if noise else None
     with Watch():
         token, logp = kernels.confidence(logits, V - 1, keys)
-    assert max(n for n, _ in made) <= M * kernels.V_CHUNK and not any(dtype == torch.float64 for _, dtype in made)
+    assert max(n for n, _ in made) <= M * kernels.V_CHUNK
+    assert not any(dtype == torch.float64 for _, dtype in made)
     plain = logits.double().log_softmax(1)
     if not noise:
         assert torch.equal(token, logits[:, :-1].argmax(1))
@@ -215,23 +230,27 @@ def test_confidence_makes_no_tensor_over_the_vocabulary(noise):
 
 
 def test_a_batch_reads_its_shared_prefix_once(model, monkeypatch):
-    """Symptom: eight requests of one prefix copy its K/V eight times a layer. Below the depth the shared pages are gathered
-    once for all; above, each request has its own."""
+    """Symptom: eight requests of one prefix copy its K/V eight times a layer. Below the depth the shared
+    pages are gathered once for all; above, each request has its own."""
     gathered = []
     gather = kernels._gather
-    monkeypatch.setattr(kernels, "_gather", lambda kv, pages, *rest: (gathered.append(pages.numel()), gather(kv, pages, *rest))[1])
+    counted = lambda kv, pages, *rest: (gathered.append(pages.numel()), gather(kv, pages, *rest))[1]
+    monkeypatch.setattr(kernels, "_gather", counted)
     engine = Engine(model, depth=3, cache_mb=8)
     requests = [ask(i, steps=1) for i in range(8)]
     batch = engine.generate(requests)
     prefix, suffix = 2, 1                                               # pages of P and S tokens
     encoding, per_pass = [prefix] * (L - 1), [prefix, 8 * suffix] * 3 + [8 * (prefix + suffix)]
     assert [n for n in gathered if n] in (encoding + per_pass, [prefix] * L + per_pass)
-    assert [r.tokens for r in batch] == [Engine(model, depth=3, cache_mb=8).generate([r])[0].tokens for r in requests]
+    alone = [Engine(model, depth=3, cache_mb=8).generate([r])[0] for r in requests]
+    assert [r.tokens for r in batch] == [r.tokens for r in alone]
 
 
-@pytest.mark.parametrize("P, suffix, dtype", [(70, (5, 64), torch.float32), (64, (1, 9), torch.float32), (130, (100, 3), torch.bfloat16)])
+@pytest.mark.parametrize("P, suffix, dtype", [
+    (70, (5, 64), torch.float32), (64, (1, 9), torch.float32), (130, (100, 3), torch.bfloat16)])
 def test_reading_the_shared_prefix_once_is_the_same_attention(P, suffix, dtype):
-    """Two parts weighed by their sums give what one softmax over all columns gives; pages nobody may read hold NaN."""
+    """Two parts weighed by their sums give what one softmax over all columns gives; pages nobody may read
+    hold NaN."""
     g = torch.Generator().manual_seed(P)
     n, heads, K, D = -(-P // 64), 4, 2, 32
     kv = torch.full((12, 2, K, 64, D), math.nan, dtype=dtype)
@@ -239,5 +258,6 @@ def test_reading_the_shared_prefix_once_is_the_same_attention(P, suffix, dtype):
     kv[pages.unique()] = torch.randn(len(pages.unique()), 2, K, 64, D, generator=g).to(dtype)
     q = torch.randn(2, heads, 7, D, generator=g).to(dtype)
     lengths = torch.tensor([P, P]), torch.tensor(suffix)
-    torch.testing.assert_close(kernels.attend(q, kv, pages, *lengths, shared=n), kernels.attend(q, kv, pages, *lengths),
+    once = kernels.attend(q, kv, pages, *lengths, shared=n)
+    torch.testing.assert_close(once, kernels.attend(q, kv, pages, *lengths),
                                atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0)

@@ -23,8 +23,8 @@ def free_pages(engine):
 
 @pytest.mark.parametrize("window", ["all", "block"])
 def test_two_hundred_random_arrivals_equal_their_solo_runs(window):
-    """Requests of all kinds join and leave a running batch at refresh points, in a cache that evicts; each gets the tokens it
-    has alone, its events in order, and the cache ends with nothing held."""
+    """Requests of all kinds join and leave a running batch at refresh points, in a cache that evicts; each
+    gets the tokens it has alone, its events in order, and the cache ends with nothing held."""
     model = tiny(seed=4, layers=3)
     rng = random.Random(0)
     shared = [prompt(n, seed=n) for n in (20, 64, 65, 90)]
@@ -33,10 +33,13 @@ def test_two_hundred_random_arrivals_equal_their_solo_runs(window):
         prefix, gen = rng.choice(shared), rng.randint(1, 10)
         block = rng.randint(1, gen)
         blocks = -(-gen // block)
-        how = rng.choice([dict(), dict(threshold=rng.choice([0.05, 0.3])), dict(steps=blocks * rng.randint(1, max(1, gen // blocks)))])
-        requests.append(Request(prefix + prompt(rng.randint(1, 12), seed=1000 + i), prefix_len=rng.choice([len(prefix), 0]),
-                                cfg_scale=rng.choice([0, 0, 0, 0.5]), gen_length=gen, block_length=block, temperature=rng.choice([0, 0, 0.9]), seed=i, **how))
-    kw = dict(table={10: 1, 60: 2}, measure=0, refresh=3, window=window)     # the guard learns from what ran before
+        steps = blocks * rng.randint(1, max(1, gen // blocks))
+        how = rng.choice([dict(), dict(threshold=rng.choice([0.05, 0.3])), dict(steps=steps)])
+        requests.append(Request(
+            prefix + prompt(rng.randint(1, 12), seed=1000 + i), prefix_len=rng.choice([len(prefix), 0]),
+            cfg_scale=rng.choice([0, 0, 0, 0.5]), gen_length=gen, block_length=block,
+            temperature=rng.choice([0, 0, 0.9]), seed=i, **how))
+    kw = dict(table={10: 1, 60: 2}, measure=0, refresh=3, window=window)    # no guard: it learns
     engine = Engine(model, cache_mb=0.95, max_batch=5, **kw)      # 27 pages: an entry takes 3 or 6
     results, steps, gone = {}, defaultdict(int), set()
     for event in engine.stream(arrivals(requests, rng)):
@@ -57,9 +60,12 @@ def test_two_hundred_random_arrivals_equal_their_solo_runs(window):
 
 
 def test_requests_join_at_refresh_points_only(model):
-    """With R = 4 a request that comes late starts when the running one refreshes, so both always refresh together."""
+    """With R = 4 a request that comes late starts when the running one refreshes, so both always refresh
+    together."""
     engine = Engine(model, depth=2, refresh=4, cache_mb=8)
-    make = lambda seed: Request(prompt(30) + prompt(3, seed=seed), prefix_len=30, gen_length=12, stop_at_eos=False)
+    def make(seed):
+        return Request(prompt(30) + prompt(3, seed=seed), prefix_len=30, gen_length=12, stop_at_eos=False)
+
     seen, started = [], []
 
     def source():
@@ -72,13 +78,13 @@ def test_requests_join_at_refresh_points_only(model):
             started.append(len(seen))
         if event.index == 0:
             seen.append(event.refresh)
-    assert started == [5] and seen == [i % 4 == 0 for i in range(12)]       # behind the fifth step of the first request
+    assert started == [5] and seen == [i % 4 == 0 for i in range(12)]   # behind its fifth step
     assert engine.counts["passes"] == 16
 
 
 def test_cancel_frees_at_once(model):
-    """A cancelled request gives its pages back before the next step, tells so, and its neighbours do not notice; one that
-    still waits never starts."""
+    """A cancelled request gives its pages back before the next step, tells so, and its neighbours do not
+    notice; one that still waits never starts."""
     requests = [Request(prompt(70) + [i], prefix_len=70, gen_length=10, stop_at_eos=False) for i in range(3)]
     engine = Engine(model, depth=2, cache_mb=8, max_batch=2)
     results = {}
@@ -98,9 +104,12 @@ def test_cancel_frees_at_once(model):
 
 @pytest.mark.parametrize("window", ["all", "rest", "block"])
 def test_cancel_where_the_engine_listens(model, window):
-    """Symptom: a cancellation on another request's last event, or from inside the source of requests, ends the stream in an
-    IndexError, all others with it: the cancelled one still stood among those to step."""
-    make = lambda n: Request(prompt(40) + prompt(n, seed=n), prefix_len=40, gen_length=8, block_length=4, stop_at_eos=False)
+    """Symptom: a cancellation on another request's last event, or from inside the source of requests, ends
+    the stream in an IndexError, all others with it: the cancelled one still stood among those to step."""
+    def make(n):
+        return Request(prompt(40) + prompt(n, seed=n), prefix_len=40, gen_length=8, block_length=4,
+                       stop_at_eos=False)
+
     requests = [make(2), make(3), make(5)]
     engine = Engine(model, depth=2, refresh=2, window=window, cache_mb=8, max_batch=3)
     done = {}
@@ -133,8 +142,8 @@ def test_cancel_where_the_engine_listens(model, window):
 
 
 def test_guidance_in_the_least_cache():
-    """Symptom: a request with guidance is accepted and then told that another stream holds the cache, as there are page table
-    rows for one request and one prefix and it takes two of both."""
+    """Symptom: a request with guidance is accepted and then told that another stream holds the cache, as
+    there are page table rows for one request and one prefix and it takes two of both."""
     model = tiny(layers=8, hidden=16, heads=2, kv_heads=2, mlp=16)
     request = Request(prompt(60) + [1], prefix_len=60, gen_length=4, cfg_scale=0.5)
     for mb in range(5, 200):
@@ -148,8 +157,8 @@ def test_guidance_in_the_least_cache():
 
 
 def test_cancel_before_and_between_passes(model):
-    """Symptom: a cancellation before the first event is lost, or one between the passes of a step (requests of different
-    depths) ends the stream in a traceback."""
+    """Symptom: a cancellation before the first event is lost, or one between the passes of a step (requests
+    of different depths) ends the stream in a traceback."""
     table, shared = {20: 1, 60: 3}, prompt(40)
     make = lambda n: Request(shared + prompt(n, seed=n), prefix_len=40, gen_length=6, stop_at_eos=False)
     requests = [make(2), make(60), make(3)]
@@ -163,11 +172,13 @@ def test_cancel_before_and_between_passes(model):
         if event.result:
             results[event.index] = event.result
     assert [results[i].finish_reason for i in range(3)] == ["length", "cancelled", "cancelled"]
-    assert results[1].forwards == 2 and results[2].forwards == 0 and free_pages(engine) == engine.cache.kv.shape[0] - 2
+    assert results[1].forwards == 2 and results[2].forwards == 0
+    assert free_pages(engine) == engine.cache.kv.shape[0] - 2
 
 
 def test_a_request_that_never_refreshes_lets_others_join(model):
-    """Symptom: with a long interval a free place stays empty until the whole batch is done, though nobody refreshes."""
+    """Symptom: with a long interval a free place stays empty until the whole batch is done, though nobody
+    refreshes."""
     engine = Engine(model, depth=2, refresh=1000, cache_mb=8, max_batch=2)
     long, short = (Request(prompt(9, seed=n), prefix_len=0, gen_length=n, stop_at_eos=False) for n in (30, 2))
     engine.generate([long, short, short, short])
@@ -182,8 +193,9 @@ def test_a_bad_request_of_a_source_is_refused_and_nothing_is_held(model):
 
 
 def test_prefixes_in_common_are_found(model):
-    """Prompts that name no prefix: the first of three with the same 70 leading ids is only remembered, the second makes the
-    whole blocks they have in common a shared entry, the third hits it. The answer is that of naming this prefix."""
+    """Prompts that name no prefix: the first of three with the same 70 leading ids is only remembered, the
+    second makes the whole blocks they have in common a shared entry, the third hits it. The answer is that
+    of naming this prefix."""
     engine = Engine(model, depth=2, cache_mb=8)
     requests = [Request(prompt(70) + prompt(6, seed=9 + i), gen_length=6) for i in range(3)]
     first, second, third = (engine.generate([r])[0] for r in requests)
@@ -197,13 +209,16 @@ def test_prefixes_in_common_are_found(model):
 
 def test_prefixes_are_not_looked_for_when_told_so(model):
     engine = Engine(model, depth=2, cache_mb=8, auto_prefix=False)
-    assert [r.prefix_tokens for r in engine.generate([Request(prompt(70) + [i], gen_length=2) for i in range(3)])] == [0, 0, 0]
+    results = engine.generate([Request(prompt(70) + [i], gen_length=2) for i in range(3)])
+    assert [r.prefix_tokens for r in results] == [0, 0, 0]
 
 
 def test_a_request_that_waits_does_not_meet_itself(model):
-    """Symptom: a request that could not be admitted at once looks itself up again and takes its own prompt for a repeat."""
+    """Symptom: a request that could not be admitted at once looks itself up again and takes its own prompt
+    for a repeat."""
     engine = Engine(model, depth=2, cache_mb=0.72 if model.config.kv_heads == 4 else 0.45, max_batch=2)
-    requests = [Request(prompt(130, seed=i), gen_length=4, prefix_len=p) for i, p in enumerate((120, None, None))]
+    requests = [Request(prompt(130, seed=i), gen_length=4, prefix_len=p)
+                for i, p in enumerate((120, None, None))]
     assert [r.prefix_tokens for r in engine.generate(requests)] == [120, 0, 0]
 
 
@@ -220,6 +235,7 @@ def test_the_index_of_repeats_is_bounded():
 def test_ten_thousand_prompts_do_not_grow_the_cache():
     """No prompt comes twice: no entry is made, no page is held."""
     engine = Engine(tiny(layers=1), depth=1, cache_mb=2)
-    engine.generate([Request([i % 90, i // 90 % 90, i // 8100, *range(20)], gen_length=1) for i in range(10_000)])
+    prompts = ([i % 90, i // 90 % 90, i // 8100, *range(20)] for i in range(10_000))
+    engine.generate([Request(ids, gen_length=1) for ids in prompts])
     assert len(engine.admission.repeats.seen) == 10_000 and engine.cache.stats()["entries"] == 0
     assert free_pages(engine) == engine.cache.kv.shape[0] - 2
