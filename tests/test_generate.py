@@ -72,13 +72,13 @@ def test_trace_and_compare(text_folder):
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--steps", "0"], "steps is 0"), (["--gen-length", "-1"], "gen_length is -1"), (["--depth", "x"], "--depth is 'x'"),
+    (["--steps", "0"], "steps is 0"), (["--gen-length", "-1"], "gen_length is -1"), (["--depth", "x"], "--depth: 'x' is neither"),
     (["--depth", "99"], "depth is 99"), (["--cache", "none", "--depth", "2"], "--depth has an effect only with"),
     (["--cache", "naive", "--refresh", "2"], "--refresh has no effect"), (["--requests", "x.jsonl"], "brings its own prompts"),
     (["--watch"], "in a terminal"), (["--trace", "--json"], "leave it out"), (["--remasking", "best"], "remasking is 'best'"),
     (["--model", "/nowhere"], "no model folder"), (["--output", "/nowhere/x"], "--output /nowhere/x cannot be written"),
     (["--cache-mb", "0.1"], "set cache_mb to"), (["--prompt", "@/nowhere"], "/nowhere cannot be read"),
-    (["--device", "cuda"], "torch finds no GPU"), (["--depth", "²"], "--depth is '²'"), (["--output", "/dev/null"], "no ordinary"),
+    (["--device", "cuda"], "torch finds no GPU"), (["--depth", "²"], "--depth: '²' is neither"), (["--output", "/dev/null"], "no ordinary"),
     (["--output", "/"], "no ordinary"), (["--seed", "3"], "--seed has an effect only"), (["--cache", "none", "--salt", "x"], "--salt"),
     (["--cache", "none", "--no-auto-prefix"], "--auto-prefix has"), (["--seed", str(2**40), "--temperature", "1"], "seed is 1099511627776")])
 def test_bad_options(text_folder, args, says, capsys):
