@@ -1,9 +1,10 @@
 """Which tokens a step commits: the plan of blocks and shares, and the choice from logits.
 
-All remasking strategies of LLaDA and Dream go through one path: `choose` turns the logits of the active rows into a token
-and a score each (on the device, inside the step), `select` takes the best scores (on the host). A strategy is a row of
-`request.REMASKING`: which score, and whether it is read at the sampling temperature. Checked against the authors' loops in
-tests/golden. Shape letters as in model.py; M active rows: those that can be committed in this step, and no others.
+All remasking strategies of LLaDA and Dream go through one path: `choose` turns the logits of the active rows
+into a token and a score each (on the device, inside the step), `select` takes the best scores (on the host).
+A strategy is a row of `request.REMASKING`: which score, and whether it is read at the sampling temperature.
+Checked against the authors' loops in tests/golden. Shape letters as in model.py; M active rows: those that
+can be committed in this step, and no others.
 """
 import math
 from collections import deque
@@ -17,13 +18,13 @@ from torch import Tensor
 import kernels
 from request import REMASKING, Request
 
-# -- the plan ---------------------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Block:
-    """Places [lo, hi) of the generated region, decided together. `shares`: for each step still to come, how many rows to
-    commit at least, and the score above which all are."""
+    """Places [lo, hi) of the generated region, decided together. `shares`: for each step still to come, how
+    many rows to commit at least, and the score above which all are."""
     lo: int
     hi: int
     shares: deque
@@ -32,8 +33,9 @@ class Block:
 def plan_blocks(r: Request) -> deque:
     """The blocks of a request, in order; the last may be shorter.
 
-    With steps: even shares, the remainder on the first steps (LLaDA), or Dream's schedule. With a threshold, or with
-    neither, at least one token a step. A step that would commit nothing is left out: it would change nothing.
+    With steps: even shares, the remainder on the first steps (LLaDA), or Dream's schedule. With a threshold,
+    or with neither, at least one token a step. A step that would commit nothing is left out: it would change
+    nothing.
     """
     G, block = r.gen_length, r.block_length or r.gen_length
     spans = [(lo, min(lo + block, G)) for lo in range(0, G, block)]
@@ -53,7 +55,7 @@ def plan_blocks(r: Request) -> deque:
 
 def _dream_shares(masks: int, steps: int, r: Request) -> list:
     t = torch.linspace(1, r.eps, steps + 1)                     # float32, as the authors compute it
-    if r.remasking == "origin":                                 # uniform scores above s/t: with probability 1 - s/t
+    if r.remasking == "origin":                           # uniform scores above s/t: with probability 1 - s/t
         return [(0, float(t[i + 1] / t[i])) for i in range(steps - 1)] + [(masks, math.inf)]
     shares = []
     for i in range(steps):
@@ -63,54 +65,60 @@ def _dream_shares(masks: int, steps: int, r: Request) -> list:
     return shares
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- the choice ----------------------------------------------------------------------------------------------
 
 
 class Rules(NamedTuple):
-    """How to choose at each active row, all (M,); a group is None where no request of the batch asks for it, so that a
-    compiled step holds only what is used."""
+    """How to choose at each active row, all (M,); a group is None where no request of the batch asks for it,
+    so that a compiled step holds only what is used."""
     sample: tuple | None = None         # temperature float32, seed, step, place int64: what keys a draw
     tempered: Tensor | None = None      # bool: read the scores at the sampling temperature
     nucleus: tuple | None = None        # top_p float32, top_k int64
     no_eos: Tensor | None = None        # bool: EOS is never chosen
-    guide: tuple | None = None          # the row (in active order) with the unguided logits, and cfg_scale float32
+    guide: tuple | None = None     # the row (in active order) with the unguided logits, and cfg_scale float32
     stats: bool = False                 # entropy and margin are wanted, too
 
     def to(self, device) -> "Rules":
-        move = lambda x: tuple(map(move, x)) if isinstance(x, tuple) else x.to(device) if isinstance(x, Tensor) else x
+        def move(x):
+            if isinstance(x, tuple):
+                return tuple(map(move, x))
+            return x.to(device) if isinstance(x, Tensor) else x
         return Rules(*map(move, self))
 
 
 def rules_for(requests: list, steps: list, places: list, rows: int, vocab: int) -> Rules:
-    """`Rules` for the active rows `places` (a tensor for each request), padded to `rows`, on the CPU. The unguided rows of
-    those with guidance come behind, in the same order."""
+    """`Rules` for the active rows `places` (a tensor for each request), padded to `rows`, on the CPU. The
+    unguided rows of those with guidance come behind, in the same order."""
     sizes = torch.tensor([len(p) for p in places])
 
-    def spread(values, dtype):
+    def spread(values, dtype=torch.long):
         flat = torch.tensor(values, dtype=dtype).repeat_interleave(sizes)
         return F.pad(flat, (0, rows - len(flat)))
 
     sample = tempered = nucleus = no_eos = guide = None
     if any(r.temperature for r in requests):
-        sample = (spread([r.temperature for r in requests], torch.float32), spread([r.seed for r in requests], torch.long),
-                  spread(steps, torch.long), F.pad(torch.cat(places), (0, rows - int(sizes.sum()))))
+        temperature = spread([r.temperature for r in requests], torch.float32)
+        place = F.pad(torch.cat(places), (0, rows - int(sizes.sum())))
+        sample = temperature, spread([r.seed for r in requests]), spread(steps), place
         if any(r.temperature and REMASKING[r.remasking][1] for r in requests):
             tempered = spread([REMASKING[r.remasking][1] for r in requests], torch.bool)
     if any(r.top_p < 1 or r.top_k for r in requests):
-        nucleus = (spread([r.top_p for r in requests], torch.float32), spread([r.top_k or vocab for r in requests], torch.long))
+        top_p = spread([r.top_p for r in requests], torch.float32)
+        nucleus = top_p, spread([r.top_k or vocab for r in requests])
     if any(r.logits_eos_inf for r in requests):
         no_eos = spread([r.logits_eos_inf for r in requests], torch.bool)
     stats = any(REMASKING[r.remasking][0] in ("entropy", "margin") for r in requests)
     if any(r.cfg_scale for r in requests):
         guided = spread([r.cfg_scale > 0 for r in requests], torch.bool)
-        at = torch.arange(rows)                             # a row without guidance is its own guide, at scale 0
+        at = torch.arange(rows)                          # a row without guidance is its own guide, at scale 0
         at[guided] = rows + torch.arange(int(guided.sum()))
         guide = at, spread([r.cfg_scale for r in requests], torch.float32)
     return Rules(sample, tempered, nucleus, no_eos, guide, stats)
 
 
 def choose(logits: Tensor, rules: Rules, mask_id: int, eos_id: int, impl: str = "torch") -> tuple:
-    """From logits (M, V): token (M,), log-probability (M,), and with `rules.stats` negative entropy and margin (M,)."""
+    """From logits (M, V): token (M,), log-probability (M,), and with `rules.stats` negative entropy and
+    margin (M,)."""
     noise = None
     if rules.guide is not None:
         row, scale = rules.guide
@@ -127,14 +135,14 @@ def choose(logits: Tensor, rules: Rules, mask_id: int, eos_id: int, impl: str = 
         noise = (temperature, *key)
     if rules.nucleus is not None:
         top_p, top_k = rules.nucleus
-        asked = ((top_p < 1) | (top_k < logits.shape[1]))[:, None]          # a filter changes nothing for its neighbours
+        asked = ((top_p < 1) | (top_k < logits.shape[1]))[:, None]      # a filter leaves its neighbours alone
         mask = torch.arange(logits.shape[1], device=logits.device) == mask_id
         logits = torch.where(asked, _keep_top(logits.masked_fill(mask, float("-inf")), top_p, top_k), logits)
     return kernels.confidence(logits, mask_id, noise, stats=rules.stats, impl=impl)
 
 
 def _keep_top(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """-inf outside the smallest set whose probability reaches top_p, and outside the top_k largest (Dream's order)."""
+    """-inf outside the smallest set whose probability reaches top_p, and outside the top_k largest."""
     ordered, index = logits.sort(dim=1, descending=True)
     before = ordered.float().softmax(1).cumsum(1).roll(1, 1)        # probability in front of each entry
     before[:, 0] = 0
@@ -142,14 +150,18 @@ def _keep_top(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     return logits.masked_fill(drop.scatter(1, index, drop), float("-inf"))
 
 
-def scores_for(r: Request, step: int, places: Tensor, token: Tensor, stats: list, vocab: int, last: set) -> Tensor:
+def scores_for(r: Request, step: int, places: Tensor, token: Tensor, stats: list, vocab: int,
+               last: set) -> Tensor:
     """The scores (m,) float64 by which `select` ranks one request's rows, from what
     `choose` told of them: log-probability, negative entropy, margin, each (m,)."""
     kind = REMASKING[r.remasking][0]
-    draw = lambda stream: kernels.uniform(*(torch.full_like(places, k) for k in (r.seed, step)), places,
-                                          torch.tensor([vocab + stream]))[:, 0].double()    # behind the token draws
+
+    def draw(stream):                   # behind the token draws
+        key = torch.full_like(places, r.seed), torch.full_like(places, step), places
+        return kernels.uniform(*key, torch.tensor([vocab + stream]))[:, 0].double()
+
     score = draw(0) if kind == "random" else stats[("probability", "entropy", "margin").index(kind)]
-    if r.alg_temp:                  # Gumbel-top-k: drawing without replacement from softmax(confidence / alg_temp)
+    if r.alg_temp:             # Gumbel-top-k: drawing without replacement from softmax(confidence / alg_temp)
         score = (score.exp() if kind == "probability" else score) / r.alg_temp - (-draw(1).log()).log()
     if r.confidence_eos_eot_inf:
         score = score - 1e6 * torch.isin(token, torch.tensor(sorted(last)))
@@ -157,7 +169,7 @@ def scores_for(r: Request, step: int, places: Tensor, token: Tensor, stats: list
 
 
 def select(scores: Tensor, count: Tensor, above: Tensor) -> Tensor:
-    """Which rows to commit: scores (B, C), -inf where there is no row; count and above (B,). Returns bool (B, C).
+    """Which rows to commit, bool (B, C), by scores (B, C), -inf where there is no row; count and above (B,).
 
     The `count` best, and all that score higher than `above`. Equal scores: the earlier row first.
     """

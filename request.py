@@ -1,9 +1,10 @@
-"""A request from its coming to its end: `Request`, its `check`, `Running`, and the `Event` and `Result` that come out.
+"""A request from its coming to its end: `Request`, its `check`, `Running`, and what comes out of it.
 
     Request(prompt=[...ids...], prefix_len=40, gen_length=32, block_length=8, threshold=0.9)
 
-A request that passes `check` can be decoded by any model of that vocabulary and length; whether the cache has room for it is
-the engine's question. Every refusal is a ValueError that names the value, the limit and the remedy (tests/test_errors.py).
+A request that passes `check` can be decoded by any model of that vocabulary and length; whether the cache has
+room for it is the engine's question. Every refusal is a ValueError that names the value, the limit and the
+remedy (tests/test_errors.py).
 """
 import operator
 from collections import deque
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from cache import Lease
 
-# name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream at the drawing temperature.
+# name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream as it was drawn.
 REMASKING = {
     "low_confidence": ("probability", False),       # LLaDA: keep the most confident, remask the rest
     "random": ("random", False),
@@ -29,15 +30,15 @@ REMASKING = {
 class Request:
     """One prompt to complete. Lengths are in tokens.
 
-    prefix_len: how many leading ids are shared with other requests; None takes the longest stored prefix, if any. At
-    least one prompt token is left outside the prefix. steps counts the whole request; steps and threshold exclude each
-    other, neither means one token a step. block_length None: one block. temperature 0 is arg-max. salt separates
-    tenants: a prefix is found only under the salt it was stored with.
+    prefix_len: how many leading ids are shared with other requests; None takes the longest stored prefix, if
+    any. At least one prompt token is left outside the prefix. steps counts the whole request; steps and
+    threshold exclude each other, neither means one token a step. block_length None: one block. temperature 0
+    is arg-max. salt separates tenants: a prefix is found only under the salt it was stored with.
 
-    eps: Dream's schedule, timesteps linear from 1 to eps over `steps`, int(masks * (1 - s/t)) tokens each. alg_temp: draw
-    the rows to commit instead of taking the best (Dream). top_p, top_k: draw from a part of the vocabulary. cfg_scale:
-    guidance away from the answer to an all-mask prompt. logits_eos_inf: EOS is never chosen. confidence_eos_eot_inf: EOS
-    and end-of-turn are committed last (both: LLaDA, appendix B.4).
+    eps: Dream's schedule, timesteps linear from 1 to eps over `steps`, int(masks * (1 - s/t)) tokens each.
+    alg_temp: draw the rows to commit instead of taking the best (Dream). top_p, top_k: draw from a part of
+    the vocabulary. cfg_scale: guidance away from the answer to an all-mask prompt. logits_eos_inf: EOS is
+    never chosen. confidence_eos_eot_inf: EOS and end-of-turn are committed last (both: LLaDA, appendix B.4).
     """
     prompt: list                # token ids: any sequence of ints, made a list when the request is checked
     prefix_len: int | None = None
@@ -61,13 +62,14 @@ class Request:
 
 @dataclass
 class Result:
-    """What a request came to. token_layers counts its denoising (docs/how-it-works.md, Cost); what the encoding of a
-    new prefix cost stands apart in encode_token_layers and is 0 on a hit, what the guard measured in
-    measure_token_layers.
+    """What a request came to. token_layers counts its denoising (docs/how-it-works.md, Cost); what the
+    encoding of a new prefix cost stands apart in encode_token_layers and is 0 on a hit, what the guard
+    measured in measure_token_layers.
 
-    similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the table's depth rests on;
-    [] if it was not measured. depth below table_depth (None with self_profile): that was less than the table's threshold, or,
-    in a small cache, the pages did not suffice to share less than the table says.
+    similarity: what the guard knows of this prefix at this ratio, a running mean for each layer that the
+    table's depth rests on; [] if it was not measured. depth below table_depth (None with self_profile): that
+    was less than the table's threshold, or, in a small cache, the pages did not suffice to share less than
+    the table says.
     """
     tokens: list                # without the EOS and what follows it
     finish_reason: str          # "eos", "length" or "cancelled"
@@ -92,8 +94,8 @@ class Result:
 class Event:
     """One step of one request: what was computed and what was committed; `result` on the last one.
 
-    computed: rows [lo, hi) of the suffix. refresh: the deep layers computed the prefix rows as well. committed: pairs
-    (place in the generated region, token).
+    computed: rows [lo, hi) of the suffix. refresh: the deep layers computed the prefix rows as well.
+    committed: pairs (place in the generated region, token).
     """
     index: int                  # of the request in the list
     step: int
@@ -116,7 +118,7 @@ class Running:
     depth: int
     hit: bool
     suffix: Tensor                          # (S,) ids, MASK where undecided
-    masked: Tensor                          # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
+    masked: Tensor                      # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
     blocks: deque                           # of decoding.Block, the present one first
     encode_token_layers: float
     token_layers: float = 0
@@ -143,7 +145,7 @@ class Running:
         return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
 
     def window(self, kind: str, shift: int) -> tuple[int, int]:
-        """Rows [lo, hi) of the suffix to compute: all at a block's first step, then what the window's kind says.
+        """Rows [lo, hi) of the suffix to compute: all at a block's first step, then what the window is.
 
         Dream's logits for a position stand one row earlier (shift 1), so its windows start there.
         """
@@ -153,7 +155,7 @@ class Running:
         return self.own + lo - shift, len(self.suffix) if kind == "rest" else self.own + hi
 
     def result(self, eos_ids: set) -> Result | None:
-        """The result, or None while there is more to do. An EOS ends a request once nothing before it is undecided."""
+        """The result, or None while there is more to do. EOS counts once nothing before it is undecided."""
         tokens, reason = self.suffix[self.own:], "length"
         if self.cancelled:
             tokens, reason = tokens[:int((self.masked.cumsum(0) == 0).sum())], "cancelled"
@@ -164,13 +166,14 @@ class Running:
                 self.blocks.clear()
         if self.blocks:
             return None
-        return Result(tokens.tolist(), reason, self.forwards, self.refreshes, self.prefix_len, self.depth, self.hit,
-                      self.token_layers, self.encode_token_layers, self.table_depth, [], self.measure_token_layers)
+        return Result(tokens.tolist(), reason, self.forwards, self.refreshes, self.prefix_len, self.depth,
+                      self.hit, self.token_layers, self.encode_token_layers, self.table_depth, [],
+                      self.measure_token_layers)
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A request that has come and not begun. request: None once it is cancelled. prefix_len: P once it was looked up."""
+    """A request that has not begun. request: None once it is cancelled. prefix_len: P once looked up."""
     index: int
     request: Request | None
     prefix_len: int | None = None
@@ -196,7 +199,7 @@ def whole(name: str, value) -> int:
 
 
 def check(r: Request, vocab: int, max_len: int) -> list[int]:
-    """The prompt's ids as ints. ValueError with the value, the limit and the remedy, unless the request can be decoded."""
+    """The prompt's ids as ints. ValueError (value, limit, remedy) unless the request can be decoded."""
     if not isinstance(r, Request):
         raise ValueError(f"{r!r} is no Request")
     try:
@@ -208,7 +211,8 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
             whole(name, getattr(r, name))
     for name in ("threshold", "temperature", "eps", "alg_temp", "top_p", "cfg_scale"):
         value = getattr(r, name)
-        if not (isinstance(value, (int, float)) and not isinstance(value, bool) or value is None and name in ("threshold", "eps")):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number and not (value is None and name in ("threshold", "eps")):
             raise ValueError(f"{name} is {value!r}; it must be a number")
     if not isinstance(r.salt, str):
         raise ValueError(f"salt is {r.salt!r}; it must be a text")
@@ -220,9 +224,11 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
     if G < 1:
         raise ValueError(f"gen_length is {G}; it must be at least 1")
     if n + G > max_len:
-        raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens and the model takes {max_len}; shorten one")
+        raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens and the model takes "
+                         f"{max_len}; shorten one")
     if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
-        raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at most that many")
+        raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at "
+                         "most that many")
     if not 0 <= r.seed < 2**32:
         raise ValueError(f"seed is {r.seed}; it must be from 0 to 2**32 - 1")
     block = G if r.block_length is None else r.block_length
@@ -232,20 +238,22 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
     if r.steps is not None and r.threshold is not None:
         raise ValueError(f"steps ({r.steps}) and threshold ({r.threshold}) exclude each other; give one")
     if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
-        raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), from {blocks} to "
-                         f"gen_length ({G}), so that each step commits a token")
+        raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), "
+                         f"from {blocks} to gen_length ({G}), so that each step commits a token")
     if r.threshold is not None and not 0 < r.threshold <= 1:
         raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
     if r.remasking not in REMASKING:
         raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
     if r.threshold is not None and REMASKING[r.remasking][0] != "probability":
-        raise ValueError(f"threshold compares probabilities and remasking {r.remasking!r} has none; give steps instead")
+        raise ValueError(f"threshold compares probabilities and remasking {r.remasking!r} has none; give "
+                         "steps instead")
     for name in ("temperature", "alg_temp", "cfg_scale"):
-        if getattr(r, name) and not 1e-4 <= getattr(r, name) <= 1e4:    # beyond, float32 has no room for the scores
-            raise ValueError(f"{name} is {getattr(r, name)}; it must be 0 (off), or from 0.0001 to 10000")
+        value = getattr(r, name)
+        if value and not 1e-4 <= value <= 1e4:      # beyond, float32 has no room for the scores
+            raise ValueError(f"{name} is {value}; it must be 0 (off), or from 0.0001 to 10000")
     if r.alg_temp and (r.threshold is not None or REMASKING[r.remasking][0] == "random"):
-        raise ValueError("alg_temp draws the rows to commit by their scores; it has no effect with a threshold or with "
-                         f"remasking {r.remasking!r}: leave it at 0")
+        raise ValueError("alg_temp draws the rows to commit by their scores; it has no effect with a "
+                         f"threshold or with remasking {r.remasking!r}: leave it at 0")
     if not 0 < r.top_p <= 1:
         raise ValueError(f"top_p is {r.top_p}; it must be above 0 and at most 1")
     if r.top_k is not None and not 1 <= r.top_k <= vocab:
@@ -255,5 +263,6 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
     if r.remasking == "origin" and r.eps is None:
         raise ValueError("remasking 'origin' follows Dream's schedule; give eps (Dream uses 0.001)")
     if r.eps is not None and (r.threshold is not None or block < G):
-        raise ValueError("eps sets Dream's schedule over the whole answer; it goes with neither threshold nor block_length")
+        raise ValueError("eps sets Dream's schedule over the whole answer; it goes with neither threshold "
+                         "nor block_length")
     return ids

@@ -1,12 +1,16 @@
-"""The plain loop: the whole canvas through the model at each step, one request, no cache. What the engine is tested against.
+"""The plain loop: the whole canvas through the model at each step, one request, no cache. What the engine is
+tested against.
 
-Written from the papers alone (LLaDA algorithm 5, Fast-dLLM's threshold rule) and sharing no line with the engine.
+Written from the papers alone (LLaDA algorithm 5, Fast-dLLM's threshold rule) and sharing no line with the
+engine.
 """
 import torch
 
 
-def plain(model, prompt, gen_length, block_length=None, steps=None, threshold=None, forward=None) -> tuple[list, int]:
-    """The generated ids, uncut, and the number of forward passes. `forward(ids (1, T)) -> logits` may be replaced."""
+def plain(model, prompt, gen_length, block_length=None, steps=None, threshold=None,
+          forward=None) -> tuple[list, int]:
+    """The generated ids, uncut, and the number of forward passes. `forward(ids (1, T)) -> logits` may be
+    replaced."""
     c, block = model.config, block_length or gen_length
     canvas = torch.tensor([prompt + [c.mask_id] * gen_length])
     undecided = torch.zeros_like(canvas[0], dtype=torch.bool)

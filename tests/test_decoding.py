@@ -1,8 +1,10 @@
-"""Which tokens a step commits: LLaDA's and Dream's rules against plain loops written from their papers and published facts.
+"""Which tokens a step commits: LLaDA's and Dream's rules against plain loops written from their papers and
+published facts.
 
-That each strategy gives the same tokens in any cache mode and any batch stands in tests/test_engine.py; the authors' own
-outputs stand in tests/golden. A loop here recomputes the whole canvas and shares no line with the engine. One rule is ours:
-MASK is never committed, so it is left out of the choice and, where there is one, of the filter.
+That each strategy gives the same tokens in any cache mode and any batch stands in tests/test_engine.py; the
+authors' own outputs stand in tests/golden. A loop here recomputes the whole canvas and shares no line with
+the engine. One rule is ours: MASK is never committed, so it is left out of the choice and, where there is
+one, of the filter.
 """
 import itertools
 from types import SimpleNamespace
@@ -48,7 +50,7 @@ def shifted(model, canvas):
     return torch.cat([logits[:1], logits[:-1]]) if model.config.shift else logits
 
 
-# -- Dream ------------------------------------------------------------------------------------------------------------
+# -- Dream ---------------------------------------------------------------------------------------------------
 
 
 def dream_loop(model, ids, G, steps, eps, algorithm, top_p=1.0, top_k=None):
@@ -63,7 +65,7 @@ def dream_loop(model, ids, G, steps, eps, algorithm, top_p=1.0, top_k=None):
             logits[:, mask] = -torch.inf
         for row in logits:
             order = row.softmax(0).sort(descending=True)
-            if top_p < 1:                                       # drop what follows the first entries that reach top_p
+            if top_p < 1:                               # drop what follows the first entries that reach top_p
                 row[order.indices[1:][order.values.cumsum(0)[:-1] > top_p]] = -torch.inf
             if top_k:
                 row[order.indices[top_k:]] = -torch.inf
@@ -86,16 +88,16 @@ def test_dream_is_its_plain_loop(model, algorithm, filters):
     for G, steps in ((17, 5), (9, 9)):
         ids = prompt(11, seed=G)
         tokens, busy = dream_loop(model, ids, G, steps, 1e-3, algorithm, **filters)
-        request = Request(ids, prefix_len=6, gen_length=G, steps=steps, eps=1e-3, remasking=algorithm, stop_at_eos=False,
-                          **filters)
+        request = Request(ids, prefix_len=6, gen_length=G, steps=steps, eps=1e-3, remasking=algorithm,
+                          stop_at_eos=False, **filters)
         for kw in (dict(cache="none"), dict(cache="bicache", depth=0, refresh=1)):
             result, = run(model, request, **kw)
             assert (result.tokens, result.forwards) == (tokens, busy)
 
 
 def test_dream_schedule():
-    """int(masks * (1 - s/t)) with timesteps linear from 1 to eps in float32, all at the last step; steps that would commit
-    nothing are left out."""
+    """int(masks * (1 - s/t)) with timesteps linear from 1 to eps in float32, all at the last step; steps that
+    would commit nothing are left out."""
     for G, steps, eps in itertools.product((1, 2, 7, 32, 100), (1, 2, 7, 32, 100), (1e-3, 1e-5, 0.3)):
         if steps > G:
             continue
@@ -109,8 +111,8 @@ def test_dream_schedule():
 
 
 def test_origin_commits_each_row_by_itself(model):
-    """Of the rows that are undecided each is committed with probability 1 - s/t, whatever its score, and all at the last
-    step: 60 requests of 40 tokens, counts within four standard deviations, every place alike."""
+    """Of the rows that are undecided each is committed with probability 1 - s/t, whatever its score, and all
+    at the last step: 60 requests of 40 tokens, counts within four standard deviations, every place alike."""
     N, G, steps, eps = 60, 40, 4, 1e-3
     how = dict(gen_length=G, steps=steps, eps=eps, remasking="origin", stop_at_eos=False)
     events = first_events(model, [Request(prompt(4), seed=i, **how) for i in range(N)], steps)
@@ -124,23 +126,25 @@ def test_origin_commits_each_row_by_itself(model):
         for e in now if i == 0 else ():
             where[[place for place, _ in e.committed]] += 1
     assert left == 0 and all(e.result for e in events[-N:])
-    assert chi_square(where, torch.full((G,), 1 / G)) < 72           # 39 degrees of freedom, p = 0.001; it is smaller yet
+    assert chi_square(where, torch.full((G,), 1 / G)) < 72           # 39 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize("algorithm", ["maskgit_plus", "entropy", "topk_margin"])
 def test_alg_temp_draws_the_rows(model, algorithm):
-    """With alg_temp the rows are drawn, without replacement, from softmax(score / alg_temp): which two of four, in 600
-    seeds."""
+    """With alg_temp the rows are drawn, without replacement, from softmax(score / alg_temp): which two of
+    four, in 600 seeds."""
     ids, mask, temp, N = prompt(5, seed=2), model.config.mask_id, 0.3, 600
     p = shifted(model, torch.tensor([ids + [mask] * 4]))[5:].double().softmax(1)
     choice = p.clone()
     choice[:, mask] = 0
     best = choice.topk(2, 1).values
-    score = {"maskgit_plus": best[:, 0], "topk_margin": best[:, 0] - best[:, 1], "entropy": (p * p.log()).sum(1)}[algorithm]
+    score = {"maskgit_plus": best[:, 0], "topk_margin": best[:, 0] - best[:, 1],
+             "entropy": (p * p.log()).sum(1)}[algorithm]
     w = (score / temp).softmax(0)
     pairs = list(itertools.combinations(range(4), 2))
     expected = torch.stack([w[a] * w[b] / (1 - w[a]) + w[b] * w[a] / (1 - w[b]) for a, b in pairs])
-    requests = [Request(ids, gen_length=4, steps=2, remasking=algorithm, alg_temp=temp, seed=i) for i in range(N)]
+    how = dict(gen_length=4, steps=2, remasking=algorithm, alg_temp=temp)
+    requests = [Request(ids, seed=i, **how) for i in range(N)]
     seen = torch.zeros(len(pairs))
     for event in first_events(model, requests):
         seen[pairs.index(tuple(sorted(place for place, _ in event.committed)))] += 1
@@ -149,11 +153,12 @@ def test_alg_temp_draws_the_rows(model, algorithm):
 
 
 def test_filters_act_at_the_temperature():
-    """Dream's order: temperature, then top_p, then top_k, then the draw. Chi-square of 20,000 draws; nothing outside."""
+    """Dream's order: temperature, then top_p, then top_k, then the draw. Chi-square of 20,000 draws; nothing
+    outside."""
     logits, M = torch.tensor([3.0, 2.0, 1.5, 0.0, -1.0, 9.0]), 20000            # the last is MASK
     rows = torch.arange(M)
-    for temperature, top_p, top_k, kept in ((1.0, 0.8, 6, 2), (2.0, 0.8, 6, 3), (2.0, 0.9, 6, 4), (2.0, 1.0, 3, 3),
-                                            (2.0, 0.3, 3, 1), (2.0, 0.8, 2, 2)):
+    for temperature, top_p, top_k, kept in ((1.0, 0.8, 6, 2), (2.0, 0.8, 6, 3), (2.0, 0.9, 6, 4),
+                                            (2.0, 1.0, 3, 3), (2.0, 0.3, 3, 1), (2.0, 0.8, 2, 2)):
         full = lambda x: torch.full((M,), x)
         rules = decoding.Rules(sample=(full(temperature), rows, rows * 0, rows * 0), tempered=full(True),
                                nucleus=(full(top_p), full(top_k)))
@@ -161,38 +166,42 @@ def test_filters_act_at_the_temperature():
         p = (logits[:kept] / temperature).softmax(0)
         seen = token.bincount(minlength=6)
         assert seen[kept:].sum() == 0 and (kept == 1 or chi_square(seen[:kept], p) < 16.3)
-        torch.testing.assert_close(logp, p.log()[token])            # the score is read from what the draw was made from
+        torch.testing.assert_close(logp, p.log()[token])  # the score is read from what the draw was made from
 
 
 def test_a_request_without_a_rule_is_left_alone(model):
-    """Symptom: a request got other tokens beside one with top_p. Cause: the filter takes MASK out of the softmax first, and
-    took it out of every row's. Verdicts on a row that asks for nothing are those without rules, whatever its neighbours ask."""
+    """Symptom: a request got other tokens beside one with top_p. Cause: the filter takes MASK out of the
+    softmax first, and took it out of every row's. Verdicts on a row that asks for nothing are those without
+    rules, whatever its neighbours ask."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)) * 3
     logits[:, 39] = 6.0                                             # MASK is the likeliest
     calm = decoding.choose(logits, decoding.Rules(stats=True), mask_id=39, eos_id=38)
     per_row = lambda a, b, dtype=torch.float32: torch.tensor([a, b], dtype=dtype)
     zero = torch.zeros(2, dtype=torch.long)
-    rules = decoding.Rules(sample=(per_row(0, 1.5), zero, zero, zero), tempered=per_row(True, True, torch.bool),
-                           nucleus=(per_row(1, 0.5), per_row(40, 7, torch.long)), no_eos=per_row(False, True, torch.bool),
-                           guide=(per_row(0, 2, torch.long), per_row(0, 3.0)), stats=True)
+    rules = decoding.Rules(
+        sample=(per_row(0, 1.5), zero, zero, zero), tempered=per_row(True, True, torch.bool),
+        nucleus=(per_row(1, 0.5), per_row(40, 7, torch.long)), no_eos=per_row(False, True, torch.bool),
+        guide=(per_row(0, 2, torch.long), per_row(0, 3.0)), stats=True)
     mixed = decoding.choose(torch.cat([logits, logits[:1]]), rules, mask_id=39, eos_id=38)
     for before, after in zip(calm, mixed):
         assert before[0] == after[0]
     assert not torch.equal(calm[1][1], mixed[1][1])
     plain_one = Request(prompt(12), gen_length=16, stop_at_eos=False)
     alone, = run(model, plain_one)
-    for other in (dict(top_p=0.8, temperature=1.0), dict(top_k=3), dict(cfg_scale=1.0), dict(logits_eos_inf=True),
-                  dict(remasking="entropy", temperature=0.5, alg_temp=1.0)):
+    for other in (dict(top_p=0.8, temperature=1.0), dict(top_k=3), dict(cfg_scale=1.0),
+                  dict(logits_eos_inf=True), dict(remasking="entropy", temperature=0.5, alg_temp=1.0)):
         assert run(model, Request(prompt(9), gen_length=16, **other), plain_one)[1].tokens == alone.tokens
 
 
-# -- LLaDA ------------------------------------------------------------------------------------------------------------
+# -- LLaDA ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [dict(), dict(steps=4), dict(block_length=4, steps=6), dict(block_length=5, threshold=0.1)])
+@pytest.mark.parametrize("how", [dict(), dict(steps=4), dict(block_length=4, steps=6),
+                                 dict(block_length=5, threshold=0.1)])
 @pytest.mark.parametrize("cfg", [0.5, 2.0])
 def test_guidance_is_two_passes(model, cfg, how):
-    """cfg_scale: un + (cfg + 1) * (cond - un), where `un` are the logits of the same canvas behind a prompt of masks."""
+    """cfg_scale: un + (cfg + 1) * (cond - un), where `un` are the logits of the same canvas behind a prompt
+    of masks."""
     ids = prompt(10, seed=3)
 
     def forward(canvas):
@@ -220,8 +229,9 @@ def fond():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eos_and_eot_are_committed_last(fond, temperature):
-    """confidence_eos_eot_inf lowers the confidence of EOS and end-of-turn, and leaves the choice alone, at every
-    temperature: the engine is the loop that ranks (ends last, then probability) over unchanged choices."""
+    """confidence_eos_eot_inf lowers the confidence of EOS and end-of-turn, and leaves the choice alone, at
+    every temperature: the engine is the loop that ranks (ends last, then probability) over unchanged
+    choices."""
     c, ids, G, steps = fond.config, prompt(8, seed=1), 24, 8
     ends = torch.tensor([c.eos_id, 7])
     tokenizer = SimpleNamespace(eos_ids={7})
@@ -237,15 +247,18 @@ def test_eos_and_eot_are_committed_last(fond, temperature):
         noise = (torch.full(rows.shape, temperature), *key, rows - len(ids)) if temperature else None
         token, logp = kernels.confidence(fond(canvas)[0, rows], c.mask_id, noise)
         last = torch.isin(token, ends)
-        at = torch.tensor(sorted(range(len(rows)), key=lambda i: (bool(last[i]), -float(logp[i]))))[:G // steps]
+        order = sorted(range(len(rows)), key=lambda i: (bool(last[i]), -float(logp[i])))
+        at = torch.tensor(order[:G // steps])
         canvas[0, rows[at]], undecided[rows[at]] = token[at], False
-    result, = run(fond, Request(ids, steps=steps, confidence_eos_eot_inf=True, **request), tokenizer=tokenizer)
+    late = Request(ids, steps=steps, confidence_eos_eot_inf=True, **request)
+    result, = run(fond, late, tokenizer=tokenizer)
     assert result.tokens == canvas[0, len(ids):].tolist()
     assert result.tokens != run(fond, Request(ids, steps=steps, **request), tokenizer=tokenizer)[0].tokens
 
 
 def test_logits_eos_inf(fond):
-    """EOS is never chosen, drawn or not; greedy it is the loop whose EOS logit is -inf. Without the option EOS comes."""
+    """EOS is never chosen, drawn or not; greedy it is the loop whose EOS logit is -inf. Without the option
+    EOS comes."""
     eos, ids = fond.config.eos_id, prompt(8, seed=1)
 
     def forward(canvas):
@@ -260,11 +273,12 @@ def test_logits_eos_inf(fond):
     assert not any(eos in r.tokens for r in drawn)
 
 
-@pytest.mark.parametrize("how", [dict(temperature=1.0), dict(temperature=0.7, remasking="entropy"),
-                                 dict(remasking="random", steps=5), dict(remasking="maskgit_plus", alg_temp=0.5),
-                                 dict(remasking="origin", eps=1e-3, steps=5)])
+@pytest.mark.parametrize("how", [
+    dict(temperature=1.0), dict(temperature=0.7, remasking="entropy"), dict(remasking="random", steps=5),
+    dict(remasking="maskgit_plus", alg_temp=0.5), dict(remasking="origin", eps=1e-3, steps=5)])
 def test_seeds(model, how):
-    """The same seed gives the same tokens, another seed others, and the global generator is neither read nor moved."""
+    """The same seed gives the same tokens, another seed others, and the global generator is neither read nor
+    moved."""
     ask = lambda seed: Request(prompt(6), gen_length=20, seed=seed, stop_at_eos=False, **how)
     state = torch.get_rng_state()
     first, = run(model, ask(1))

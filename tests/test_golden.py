@@ -1,4 +1,5 @@
-"""Token for token against outputs of the authors' loops and of a second implementation of the paper (tests/golden)."""
+"""Token for token against outputs of the authors' loops and of a second implementation of the paper
+(tests/golden)."""
 import json
 
 import pytest
@@ -26,13 +27,14 @@ def test_logits(models, family):
     """The model is the authors' model: logits within 1e-4 of theirs."""
     golden = load_file(GOLDEN / family / "golden.safetensors")
     for key in (k for k in golden if k.endswith(".ids")):
-        torch.testing.assert_close(models[family](golden[key][None].long())[0], golden[key[:-3] + "out"], atol=1e-4, rtol=0)
+        logits = models[family](golden[key][None].long())[0]
+        torch.testing.assert_close(logits, golden[key[:-3] + "out"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family, case", cases("generate"))
 def test_generate(models, family, case):
-    """The authors' loops: LLaDA whole canvas, prefix cache and dual cache; Dream's algorithms with its schedule. Alone and
-    as the second of a batch of two."""
+    """The authors' loops: LLaDA whole canvas, prefix cache and dual cache; Dream's algorithms with its
+    schedule. Alone and as the second of a batch of two."""
     window = {"prefix_cache": "rest", "dual_cache": "block"}.get(case["kind"], "all")
     if "eps" in case:
         how = dict(eps=case["eps"], steps=case["steps"], remasking=case["kind"])
@@ -51,9 +53,10 @@ def test_generate(models, family, case):
 
 @pytest.mark.parametrize("family, case", cases("bicache"))
 def test_bicache(models, family, case):
-    """The paper's algorithm at fixed depths, intervals and windows: the miss, the hit, and the hit beside a neighbour."""
-    engine = Engine(models[family], cache="bicache", depth=case["depth"], refresh=case["interval"], window=case["window"],
-                    cache_mb=8)
+    """The paper's algorithm at fixed depths, intervals and windows: the miss, the hit, and the hit beside a
+    neighbour."""
+    engine = Engine(models[family], cache="bicache", depth=case["depth"], refresh=case["interval"],
+                    window=case["window"], cache_mb=8)
     how = dict(threshold=case["threshold"]) if case["threshold"] else dict(steps=case["steps"])
     request = Request(case["prompt"], prefix_len=case["prefix_len"], gen_length=case["gen_length"],
                       block_length=case["block_length"], **how)

@@ -1,10 +1,13 @@
-"""The kernels: twins and Triton against float64 references written plainly here, on whatever hardware there is.
+"""The kernels: twins and Triton against float64 references written plainly here, on whatever hardware there
+is.
 
-Without a GPU the Triton kernels run in Triton's interpreter (it must be switched on before Triton is imported, so one test
-starts a second pytest on the class `TestInterpreted`) and are compiled for sm_80 and sm_90, where the compiler's own account
-of registers and shared memory is read. With a GPU the same checks run on it, and whole generations are compared.
+Without a GPU the Triton kernels run in Triton's interpreter (it must be switched on before Triton is
+imported, so one test starts a second pytest on the class `TestInterpreted`) and are compiled for sm_80 and
+sm_90, where the compiler's own account of registers and shared memory is read. With a GPU the same checks run
+on it, and whole generations are compared.
 
-Poison: memory that a kernel is given to fill starts as NaN, and so do all places of the cache that nobody may read.
+Poison: memory that a kernel is given to fill starts as NaN, and so do all places of the cache that nobody may
+read.
 """
 import importlib.util
 import math
@@ -33,7 +36,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @contextmanager
 def poison():
-    """Memory that is allocated in here and not yet written holds NaN, or the largest integer (torch's default, if asked)."""
+    """Memory that is allocated in here and not yet written holds NaN, or the largest integer (torch's
+    default, if asked)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan()
@@ -48,7 +52,7 @@ def error(x, reference) -> float:
     return float((x - reference).norm() / reference.norm().clamp(min=1e-30))
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------
 
 # name: B, H, K, N, D, prefix lengths, suffix lengths, pages in the list, dtype
 ATTEND = {
@@ -64,7 +68,8 @@ ATTEND = {
     "float16": (1, 4, 4, 33, 128, (100,), (33,), 3, FP16),
     "list too short": (1, 2, 2, 4, 32, (100,), (100,), 3, FP32),
 }
-TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 8e-3}       # of `error`; one rounding is 6e-8 (thrice tf32: 1e-6), 5e-4, 4e-3
+# Of `error`; one rounding is 6e-8 (thrice tf32: 1e-6), 5e-4, 4e-3.
+TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 8e-3}
 
 
 def attend_case(B, H, K, N, D, P, S, n, dtype, device="cpu"):
@@ -92,8 +97,8 @@ def attend_reference(q, kv, pages, P, S):
     for b in range(B):
         columns = visible(int(P[b]), int(S[b]), pages.shape[1])
         for h in range(H if columns else 0):
-            k, v = (torch.stack([kv[pages[b, c // PAGE], i, h * kv.shape[2] // H, c % PAGE] for c in columns]).double()
-                    for i in (0, 1))
+            cells = [kv[pages[b, c // PAGE], :, h * kv.shape[2] // H, c % PAGE] for c in columns]   # (2, D)
+            k, v = torch.stack(cells, 1).double()
             out[b, h] = (q[b, h].double() @ k.T / math.sqrt(D)).softmax(-1) @ v
     return out
 
@@ -101,7 +106,7 @@ def attend_reference(q, kv, pages, P, S):
 def check_attend(case, impl, device="cpu"):
     *shape, dtype = ATTEND[case]
     if INTERPRETED and dtype == BF16:
-        dtype = FP16                        # the interpreter's matrix product takes the bits of bfloat16 for integers
+        dtype = FP16                # the interpreter's matrix product takes the bits of bfloat16 for integers
     q, kv, poisoned, pages, P, S = attend_case(*shape, dtype, device)
     reference = attend_reference(*(x.cpu() for x in (q, kv, pages, P, S)))
     with poison():
@@ -111,24 +116,26 @@ def check_attend(case, impl, device="cpu"):
     assert not out[P + S == 0].any(), "who sees nothing gets zeros"
 
 
-# -- rotate and store -------------------------------------------------------------------------------------------------
+# -- rotate and store ----------------------------------------------------------------------------------------
 
 # B, H, K, M (rows of q), N (rows of k and v), D, dtype
-ROPE = [(2, 2, 2, 5, 5, 32, FP32), (2, 6, 2, 3, 7, 64, BF16), (1, 7, 1, 0, 4, 128, FP16), (1, 3, 3, 2, 2, 16, FP32)]
+ROPE = [(2, 2, 2, 5, 5, 32, FP32), (2, 6, 2, 3, 7, 64, BF16), (1, 7, 1, 0, 4, 128, FP16),
+        (1, 3, 3, 2, 2, 16, FP32)]
 
 
 def check_rope_store(B, H, K, M, N, D, dtype, impl, device="cpu"):
     g = torch.Generator().manual_seed(N + D)
-    n, real = 4, N - 1                                                  # the last row is padding and goes to page 0
+    n, real = 4, N - 1                                            # the last row is padding and goes to page 0
     rows = lambda heads, count: torch.randn(B, count, heads, D, generator=g).to(dtype).transpose(1, 2)
     q, k, v = rows(H, M), rows(K, N), rows(K, N)
     angle = torch.randn(B, 1, N, D // 2, generator=g) * 9
-    pages = torch.cat([(torch.randperm(B * n, generator=g) + 1).view(B, n), torch.zeros(B, 1, dtype=torch.long)], 1)
+    pages = torch.zeros(B, n + 1, dtype=torch.long)
+    pages[:, :n] = (torch.randperm(B * n, generator=g) + 1).view(B, n)
     columns = torch.stack([torch.randperm(n * PAGE, generator=g)[:N] for _ in range(B)])
     columns[:, real:] = n * PAGE
     kv = torch.full((B * n + 1, 2, K, PAGE, D), NAN, dtype=dtype)
 
-    turned = []                                                         # q and k, rotated pair by pair in float64
+    turned = []                                                     # q and k, rotated pair by pair in float64
     for x, a in ((q, angle[:, :, N - M:]), (k, angle)):
         a = a.double()
         z = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(a), a)
@@ -142,21 +149,24 @@ def check_rope_store(B, H, K, M, N, D, dtype, impl, device="cpu"):
     q, k, v, angle, kv, pages, columns = (x.to(device) for x in (q, k, v, angle, kv, pages, columns))
     with poison():
         out = kernels.rope_store(q, k, v, angle.cos(), angle.sin(), kv, pages, columns, impl=impl)
-    assert out.shape == q.shape and out.dtype == dtype and (M == 0 or error(out, turned[0]) < TOLERANCE[dtype])
+    assert out.shape == q.shape and out.dtype == dtype
+    assert M == 0 or error(out, turned[0]) < TOLERANCE[dtype]
     kv = kv[1:].cpu().double()
     assert torch.equal(kv.isnan(), want[1:].isnan()), "written where it should not be, or not where it should"
     assert error(kv.nan_to_num(), want[1:].nan_to_num()) < TOLERANCE[dtype]
     assert torch.equal(kv[:, 1].nan_to_num(), want[1:, 1].nan_to_num()), "V is stored as it is"
 
 
-# -- confidence -------------------------------------------------------------------------------------------------------
+# -- confidence ----------------------------------------------------------------------------------------------
 
-CONFIDENCE = [(V, dtype, noisy) for V, dtype in ((2, FP32), (4097, FP32), (9001, BF16), (20001, FP16)) for noisy in (0, 1)]
+SIZES = (2, FP32), (4097, FP32), (9001, BF16), (20001, FP16)
+CONFIDENCE = [(V, dtype, noisy) for V, dtype in SIZES for noisy in (0, 1)]
 MASK = 1
 
 
 def confidence_case(V, dtype, noisy, device="cpu"):
-    """Rows: plain, one far above all, all but one -inf, half -inf with a whole chunk of them, mask on top, a tie."""
+    """Rows: plain, one far above all, all but one -inf, half -inf with a whole chunk of them, mask on top, a
+    tie."""
     g = torch.Generator().manual_seed(V)
     l = (torch.randn(6, V, generator=g) * 3).to(dtype)
     l[1, 0] = 60
@@ -167,8 +177,8 @@ def confidence_case(V, dtype, noisy, device="cpu"):
     l[5, [0, V - 1 if V > 2 else 0, V // 2]] = 20       # V // 2 may be the mask id
     noise = None
     if noisy:
-        noise = (torch.tensor([0.7, 1.0, 0.3, 1.5, 1.0, 0.0]), torch.tensor([0, 1, 2**40 + 5, -3, 9, 9]), torch.arange(6),
-                 torch.arange(6) * 1000)
+        noise = (torch.tensor([0.7, 1.0, 0.3, 1.5, 1.0, 0.0]), torch.tensor([0, 1, 2**40 + 5, -3, 9, 9]),
+                 torch.arange(6), torch.arange(6) * 1000)
         noise = tuple(x.to(device) for x in noise)
     return l.to(device), noise
 
@@ -198,16 +208,19 @@ def check_confidence(V, dtype, noisy, impl, device="cpu"):
     with poison():
         out = kernels.confidence(l, MASK, noise, stats=True, impl=impl)
         brief = kernels.confidence(l, MASK, noise, impl=impl)
-    assert len(brief) == 2 and torch.equal(brief[0], out[0]) and torch.allclose(brief[1], out[1], atol=0, rtol=1e-6)
+    assert len(brief) == 2 and torch.equal(brief[0], out[0])
+    assert torch.allclose(brief[1], out[1], atol=0, rtol=1e-6)
     assert out[0].dtype == torch.long and torch.equal(out[0].cpu(), token), "token"
     for name, x, y in zip(("score", "entropy", "margin"), out[1:], want):
         assert x.dtype == FP32
         # A score near 0 keeps its digits: rows whose probability rounds to 1 can still be told apart.
-        assert torch.allclose(x.cpu().double(), y, rtol=2e-5, atol=1e-35 if name == "score" else 2e-6), (name, x, y)
+        atol = 1e-35 if name == "score" else 2e-6
+        assert torch.allclose(x.cpu().double(), y, rtol=2e-5, atol=atol), (name, x, y)
 
 
 def check_confidence_extremes(impl, device="cpu"):
-    """A row of -inf is worth nothing, a NaN never passes for a score, no rows are no error, and both sides hash alike."""
+    """A row of -inf is worth nothing, a NaN never passes for a score, no rows are no error, and both sides
+    hash alike."""
     l = torch.full((3, 5000), -INF)
     l[1, 7] = NAN
     l[2, MASK] = 0
@@ -222,12 +235,12 @@ def check_confidence_extremes(impl, device="cpu"):
         key = [torch.full((4,), seed), torch.arange(4), torch.arange(4) * 77]
         u = kernels.uniform(*key, torch.arange(5000))
         u[:, MASK] = -1
-        noise = [torch.ones(4), *key]
-        token, _ = kernels.confidence(torch.zeros(4, 5000, device=device), MASK, [x.to(device) for x in noise], impl=impl)
+        noise = [x.to(device) for x in (torch.ones(4), *key)]
+        token, _ = kernels.confidence(torch.zeros(4, 5000, device=device), MASK, noise, impl=impl)
         assert torch.equal(token.cpu(), u.argmax(1))
 
 
-# -- where each runs --------------------------------------------------------------------------------------------------
+# -- where each runs -----------------------------------------------------------------------------------------
 
 
 class TestTwins:
@@ -249,12 +262,14 @@ class TestTwins:
         check_confidence_extremes("torch")
 
     def test_noise_is_finite(self, monkeypatch):
-        """The largest draw once rounded to 1, whose Gumbel noise is infinite: 1 row in 130 committed a token by that alone."""
+        """The largest draw once rounded to 1, whose Gumbel noise is infinite: 1 row in 130 committed a token
+        by that alone."""
         monkeypatch.setattr(kernels, "_mix", lambda x: torch.full_like(x, 0xFFFFFFFF))
         assert float(kernels.uniform(*[torch.zeros(1, dtype=torch.long)] * 4)) < 1
 
     def test_choose(self):
-        assert kernels.choose("cpu") == kernels.choose("cpu", "torch") == kernels.choose("cuda", "torch") == "torch"
+        assert kernels.choose("cpu") == kernels.choose("cpu", "torch") == "torch"
+        assert kernels.choose("cuda", "torch") == "torch"
         with pytest.raises(ValueError, match="needs a GPU, and the model is on cpu"):
             kernels.choose("cpu", "triton")
         with pytest.raises(ValueError, match="one of auto, triton, torch"):
@@ -286,7 +301,8 @@ class TestTwins:
 
 
 def generations(model, attention, device="cpu", compile=False):
-    """Two prefix lengths in a row through one engine, the second in a batch of two, with a refresh between the steps."""
+    """Two prefix lengths in a row through one engine, the second in a batch of two, with a refresh between
+    the steps."""
     engine = Engine(model, depth=1, refresh=2, cache_mb=8, attention=attention, compile=compile)
     first, second = prompt(66, 1), prompt(21, 2)
     batches = [[Request(first + prompt(3, 3), prefix_len=66, gen_length=3)],
@@ -317,7 +333,8 @@ class TestInterpreted:
 
     def test_dream_vocabulary(self):
         l = torch.randn(1, 152064, generator=torch.Generator().manual_seed(0))
-        for a, b in zip(kernels.confidence(l, 151666, stats=True, impl="triton"), kernels.confidence(l, 151666, stats=True)):
+        out, want = (kernels.confidence(l, 151666, stats=True, impl=impl) for impl in ("triton", "torch"))
+        for a, b in zip(out, want):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
     def test_head_dim(self):
@@ -334,34 +351,37 @@ if not INTERPRETED:
     @needs_triton
     def test_in_the_interpreter():
         env = os.environ | {"TRITON_INTERPRET": "1"}
-        run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__],
-                             cwd=ROOT, env=env, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
+        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if "only 0-dimensional arrays can be converted" in run.stdout:
             pytest.skip("the interpreter of this triton (3.6 or before) does not run with numpy 2.4 or later")
         assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
-# -- compiled ahead of time -------------------------------------------------------------------------------------------
+# -- compiled ahead of time ----------------------------------------------------------------------------------
 
 SHARED = {80: 166912, 90: 232448}       # bytes a block may have: 163 kB on an A100, 227 kB on an H100
 TYPES = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
-COUNTS = {"B", "N", "M", "n", "splits", "rows", "chunks", "mask_id", "pages_b", "columns_b"}    # may be any integer
+COUNTS = {"B", "N", "M", "n", "splits", "rows", "chunks", "mask_id", "pages_b", "columns_b"}  # any integer
 I64 = dict.fromkeys(("Pages", "PrefixLen", "SuffixLen", "Columns", "Seed", "Step", "Row", "OutToken"), "*i64")
 
 
 def shipped() -> dict:
     """Every configuration the launchers choose: name -> kernel, argument types, compile-time constants."""
     table = {}
-    for dtype, D, G in [(d, D, 1) for d in (BF16, FP32) for D in (32, 64, 128)] + [(FP16, 128, 1), (BF16, 128, 7)]:
+    shapes = [(dtype, D, 1) for dtype in (BF16, FP32) for D in (32, 64, 128)]
+    for dtype, D, G in shapes + [(FP16, 128, 1), (BF16, 128, 7)]:
         types = I64 | dict(Q=TYPES[dtype], KV=TYPES[dtype], Out=TYPES[dtype], Lse="*fp32", scale="fp32")
-        # One of each kind that attend_config tells apart; float16 differs from bfloat16 in the name of one instruction.
+        # One of each kind that attend_config tells apart; float16 has one other instruction than bfloat16.
         for rows, programs in ((32, 32), (64, 1), (512, 64))[dtype == FP16:2 if dtype == FP16 else 3]:
             config = kernels.attend_config(dtype, rows, programs)
             table[f"attend {TYPES[dtype][1:]} D{D} G{G} {config['ROWS']} rows"] = (
                 kernels._attend_kernel, types, dict(G=G, K=32 // G, D=D, PAGE=PAGE) | config)
-    table["combine"] = kernels._combine_kernel, dict(Part="*fp32", Lse="*fp32", Out="*bf16"), dict(D=128, ROWS=16, num_warps=4)
+    types = dict(Part="*fp32", Lse="*fp32", Out="*bf16")
+    table["combine"] = kernels._combine_kernel, types, dict(D=128, ROWS=16, num_warps=4)
     for H, K in ((32, 32), (28, 4)):
-        types = I64 | dict.fromkeys(("Q", "Key", "Value", "KV", "Out"), "*bf16") | dict(Cos="*fp32", Sin="*fp32")
+        types = I64 | dict.fromkeys(("Q", "Key", "Value", "KV", "Out"), "*bf16")
+        types |= dict(Cos="*fp32", Sin="*fp32")
         table[f"rope_store H{H} K{K}"] = kernels._rope_store_kernel, types, dict(
             H=H, K=K, D=128, PAGE=PAGE, H_UP=32, K_UP=K, num_warps=4)
     for dtype, noise, stats in ((BF16, False, False), (BF16, True, True), (FP32, True, True)):
@@ -388,13 +408,15 @@ def build(kernel, types: dict, constants: dict, capability: int):
 
 
 def usage(binary: bytes, tool: Path, folder: Path) -> dict:
-    """REG, STACK and LOCAL of compiled code, as its header says. Registers are spilled to a stack: none, no spill.
+    """REG, STACK and LOCAL of compiled code, as its header says. Registers are spilled to a stack: none, no
+    spill.
 
     Read off the code itself and not from `ptxas -v`, whose run here would lack the options that Triton gave.
     """
     (folder / "kernel.cubin").write_bytes(binary)
-    report = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    report = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True,
+                            check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report.stdout)}
 
 
 @needs_triton
@@ -410,7 +432,8 @@ class TestCompiled:
             pytest.skip(f"this triton brings no {' and no '.join(absent)}")
         built = build(*shipped()[name], capability)
         used = usage(built.asm["cubin"], tools / "cuobjdump", tmp_path)
-        print(f"sm_{capability} {name}: {used['REG']} registers, {built.metadata.shared} bytes shared, {used['STACK']} stack")
+        print(f"sm_{capability} {name}: {used['REG']} registers, {built.metadata.shared} bytes shared, "
+              f"{used['STACK']} stack")
         assert built.metadata.shared <= SHARED[capability]
         assert used["STACK"] == used["LOCAL"] == 0, f"spills: {used}"
 
@@ -440,19 +463,23 @@ class TestGPU:
 
     @pytest.mark.parametrize("rows", [32, 100, 512])
     def test_attend_at_model_size(self, rows):
-        """LLaDA's heads at a real length, all launch configurations of bfloat16, against the twin in float32."""
-        q, kv, poisoned, *rest = attend_case(2, 32, 32, rows, 128, (2000, 777), (rows, rows - 5), 40, BF16, "cuda")
+        """LLaDA's heads at a real length, all launch configurations of bfloat16, against the twin in
+        float32."""
+        lengths = (2000, 777), (rows, rows - 5)
+        q, kv, poisoned, *rest = attend_case(2, 32, 32, rows, 128, *lengths, 40, BF16, "cuda")
         want = kernels.attend(q.float(), kv.float(), *rest)
         assert error(kernels.attend(q, poisoned, *rest, impl="triton"), want) < TOLERANCE[BF16]
 
     def test_cuda_graph(self):
-        """One graph of all three, replayed after the lengths, pages and logits in its buffers have changed."""
+        """One graph of all three, replayed after the lengths, pages and logits in its buffers have
+        changed."""
         torch.manual_seed(0)
         B, H, K, N, D, n = 2, 4, 2, 6, 64, 6
         dev = dict(device="cuda")
         q, k, v = (torch.randn(B, h, N, D, **dev) for h in (H, K, K))
         angle, logits = torch.randn(B, 1, N, D // 2, **dev), torch.randn(3, 5000, **dev)
-        kv, pages = torch.randn(B * n + 1, 2, K, PAGE, D, **dev), (torch.randperm(B * n, **dev) + 1).view(B, n)
+        kv = torch.randn(B * n + 1, 2, K, PAGE, D, **dev)
+        pages = (torch.randperm(B * n, **dev) + 1).view(B, n)
         columns, P, S = (torch.zeros(shape, dtype=torch.long, **dev) for shape in ((B, N), (B,), (B,)))
 
         def inputs(first, second):
