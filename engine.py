@@ -62,7 +62,7 @@ class Engine:
         guard.check(measure, self_profile, table, auto)
         if auto and table is None and not self_profile:
             warnings.warn("this model has no depth table: depth 0 is used, no layer is shared; measure one "
-                          "(python depth.py profile --model DIR --text FILE) and pass it as table, or set "
+                          "(python tools/profiler.py --model DIR --text FILE) and pass it as table, or set "
                           "self_profile", stacklevel=2)
         self.model, self.mode, self.tokenizer, self.self_profile = model, cache, tokenizer, self_profile
         self.window, self.max_batch, self.device = window, max_batch, weight.device

@@ -1,14 +1,16 @@
-"""Online measurement of the safe depth: do the shared K/V resemble the exact ones for the prefixes that really come?
+"""Online measurement of the safe depth: do the shared K/V resemble the exact ones for the prefixes that
+really come?
 
-A depth table is an average over other texts. The guard compares, for the first request on a new prefix and then at one refresh
-in `every`, the shared K/V with those of the whole canvas run from layer 0, and keeps a running mean per layer, prefix and
-ratio bin. Where the mean contradicts the table, that prefix gets the smaller depth from the next admission on; it never gets
-more than the table allows, and if it comes down to 0, new requests have nothing stored to compare with: it stays there. Measuring
-waits while it has had its SHARE of the work. Without a table (`self_profile`) a prefix shares nothing until it was measured,
-and that does not wait.
+A depth table is an average over other texts. The guard compares, for the first request on a new prefix and
+then at one refresh in `every`, the shared K/V with those of the whole canvas run from layer 0, and keeps a
+running mean per layer, prefix and ratio bin. Where the mean contradicts the table, that prefix gets the
+smaller depth from the next admission on; it never gets more than the table allows, and if it comes down to 0,
+new requests have nothing stored to compare with: it stays there. Measuring waits while it has had its SHARE
+of the work. Without a table (`self_profile`) a prefix shares nothing until it was measured, and that does not
+wait.
 
-A measurement stands beside the decoding and changes no token of the request it looks at. It goes beyond arXiv 2606.07571,
-whose table is fixed. Checked: tests/test_guard.py.
+A measurement stands beside the decoding and changes no token of the request it looks at. It goes beyond arXiv
+2606.07571, whose table is fixed. Checked: tests/test_guard.py.
 """
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -29,8 +31,9 @@ BINS = (0, *depths.RATIOS)
 
 @torch.inference_mode()
 def compare(model: Transformer, cache: Cache, entry: Entry, canvas: Tensor, layers: int) -> Tensor:
-    """Similarity (layers,) float64 of the stored K/V of `entry` with those its tokens have in canvas (T,), for the first
-    layers; as `depth.similarity` computes it, but of the K/V that requests really read. One read from the device."""
+    """Similarity (layers,) float64 of the stored K/V of `entry` with those its tokens have in canvas (T,),
+    for the first layers; as `profiler.similarity` computes it, but of the K/V that requests really read. One
+    read from the device."""
     P, device, found = len(entry.ids), model.embed.weight.device, []
     unit = lambda kv: F.normalize(kv.float(), dim=-1)
     x, rope = model.embed(canvas.to(device)[None]), model.rope(torch.arange(len(canvas), device=device)[None])
@@ -75,9 +78,10 @@ class Bin:
 class Guard:
     """What was measured of each prefix, and the depth that follows from it.
 
-    threshold: least mean similarity of a shared layer. trust: a prefix that was not measured gets the table's depth; if not,
-    0. every: one refresh in so many is measured (16). A request with guidance is measured, its all-mask shadow goes along.
-    The latest KNOWN pairs of prefix and ratio are remembered, also when the K/V are evicted.
+    threshold: least mean similarity of a shared layer. trust: a prefix that was not measured gets the table's
+    depth; if not, 0. every: one refresh in so many is measured (16). A request with guidance is measured, its
+    all-mask shadow goes along. The latest KNOWN pairs of prefix and ratio are remembered, also when the K/V
+    are evicted.
     """
     KNOWN = 1024
 
@@ -87,7 +91,8 @@ class Guard:
         self.samples, self.spent = 0, [0, 0]    # token-layers of first and of further measurements
 
     def advise(self, ids: list, salt: str, T: int, limit: int) -> tuple[int, bool]:
-        """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that was measured."""
+        """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that
+        was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
         table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in BINS if (prefix, at, limit) in self.bins}
         if self.trust:
@@ -97,13 +102,14 @@ class Guard:
         return depth, here in table
 
     def similarity(self, run: Running) -> list[float]:
-        """The running mean for a request's prefix and ratio bin, of each layer that the depth rests on; [] if there is none."""
+        """The running mean for a request's prefix and ratio bin, of each layer that the depth rests on; [] if
+        there is none."""
         bin = self.bins.get(self._key(run))
         return bin.mean.tolist() if bin else []
 
     def refreshed(self, run: Running, work: float) -> bool:
-        """Take note of a request about to refresh (or at a step where it would), and measure if it is its turn. work: all
-        token-layers so far but those of measurements."""
+        """Take note of a request about to refresh (or at a step where it would), and measure if it is its
+        turn. work: all token-layers so far but those of measurements."""
         entry, key = run.lease.entry, self._key(run)
         if entry is None:
             return False

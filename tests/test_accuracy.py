@@ -1,4 +1,5 @@
-"""The accuracy bench: its questions, its statistics, its files and its verdicts. The engine is tested elsewhere."""
+"""The accuracy bench: its questions, its statistics, its files and its verdicts. The engine is tested
+elsewhere."""
 import json
 import math
 import re
@@ -14,8 +15,10 @@ from bench import accuracy, report
 from bench.accuracy import Setup, choose, make_setups
 from bench.asked import RATIOS, draw_questions, staff
 from checkpoint import load
-from depth import similarity
 from tokenizer import Tokenizer
+
+sys.path.insert(0, str(ROOT / "tools"))
+from profiler import similarity     # noqa: E402
 
 TINY = ROOT / "checkpoints" / "tiny"
 SMALL = ["--model", str(TINY), "--questions", "1", "--ratios", "0.7", "--max-batch", "2", "--few", "1", "--slow", "1", "--states", "1"]
@@ -26,7 +29,8 @@ def questions():
     return draw_questions(Tokenizer.from_folder(TINY), 12)
 
 
-# -- questions ----------------------------------------------------------------------------------------------------
+# -- questions
+# ----------------------------------------------------------------------------------------------------
 
 def test_as_many_questions_of_each_kind_at_each_ratio(questions):
     """The ratio is met to within two points, and nearly always to one; no answer is longer than its masks."""
@@ -41,7 +45,8 @@ def test_as_many_questions_of_each_kind_at_each_ratio(questions):
 
 
 def test_questions_are_held_out_and_have_one_answer(questions, monkeypatch):
-    """Their seeds are their own, so is each list; a question is asked once, and the texts agree that its answer is the only one."""
+    """Their seeds are their own, so is each list; a question is asked once, and the texts agree that its
+    answer is the only one."""
     seeds = []
     monkeypatch.setattr("bench.asked.random.Random", lambda seed, real=staff.random.Random: seeds.append(seed) or real(seed))
     tokenizer = Tokenizer.from_folder(TINY)
@@ -103,7 +108,8 @@ def test_a_setup_is_the_engine_it_is_called(questions):
     assert sum(fast["work"]) == sum(fast["total"].values()) and min(fast["total"].values()) > 0
 
 
-# -- statistics ---------------------------------------------------------------------------------------------------
+# -- statistics
+# ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("right, n, low, high", [      # Newcombe 1998 (Statist. Med. 17, 857), table I, method 3
     (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1.0)])
@@ -139,7 +145,8 @@ def test_mcnemar():
 
 
 def test_states_are_those_of_the_profiler(questions):
-    """The mean over prefix tokens is what depth.similarity says of the same canvas; the first layer never changes."""
+    """The mean over prefix tokens is what profiler.similarity says of the same canvas; the first layer never
+    changes."""
     model = load(TINY)
     ours = accuracy.states(model, questions, 1)
     pair = [q for q in questions if q.kind == "lookup"][:2]
@@ -153,7 +160,8 @@ def test_states_are_those_of_the_profiler(questions):
         assert (mean >= lowest).all() and (decile >= lowest).all()
 
 
-# -- files and the command ----------------------------------------------------------------------------------------
+# -- files and the command
+# ----------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def setups():
@@ -169,8 +177,8 @@ def bench(capsys, *args):
 
 
 def test_parts_make_the_whole_and_a_stopped_run_goes_on(setups, monkeypatch, tmp_path, capsys):
-    """Two parts in files of their own, the second one cut off and resumed, say what a run at one go says. A torn last line and
-    files of other runs are refused."""
+    """Two parts in files of their own, the second one cut off and resumed, say what a run at one go says. A
+    torn last line and files of other runs are refused."""
     monkeypatch.setattr(accuracy, "make_setups", lambda *_: setups)
     whole, *parts = (tmp_path / name for name in ("whole.jsonl", "1.jsonl", "2.jsonl"))
     code, out, _ = bench(capsys, "--out", whole, "--svg", tmp_path / "whole.svg")
@@ -220,11 +228,12 @@ def test_a_file_that_is_no_result(tmp_path, capsys):
     assert bench(capsys, "--report", tmp_path / "b.jsonl")[0] == 2
 
 
-# -- verdicts -----------------------------------------------------------------------------------------------------
+# -- verdicts
+# -----------------------------------------------------------------------------------------------------
 
 def made_up(lost: dict, n=500, layers=2, dependence=None) -> dict:
-    """Results on kinds "easy" and "hard" at two ratios in which a setup loses every so-manieth answer of a kind: {(setup,
-    kind): share}."""
+    """Results on kinds "easy" and "hard" at two ratios in which a setup loses every so-manieth answer of a
+    kind: {(setup, kind): share}."""
     kind, target = ["easy", "hard"] * n, [0.5, 0.5, 0.9, 0.9] * (n // 2)
     need = ["none, all", "none, block", "naive, all", "intra, R 16, all", report.DEFAULT, report.TABLE,
             *(f"bicache depth {d}, R 16, all" for d in range(layers + 1)), "none, all, slow", "bicache auto, R 4, all, slow"]
@@ -289,7 +298,8 @@ def test_a_part_is_held_against_none_on_the_same_questions():
 
 
 def test_a_part_is_matched_by_question_not_by_place():
-    """Symptom: the third answer of a part is held against the third one of `none`, which was asked something else."""
+    """Symptom: the third answer of a part is held against the third one of `none`, which was asked something
+    else."""
     found = made_up({})
     found["rows"]["none, all, slow"].update(places=[0, 3, 5], right="100", answers=[1, 0, 0], work=[10, 20, 30])
     found["rows"]["bicache auto, R 4, all, slow"].update(places=[3, 0], right="11", answers=[1, 1], work=[4, 6])

@@ -1,4 +1,5 @@
-"""Online measurement: what it finds, what it may cost, what it changes (depths of later requests) and what not (any token)."""
+"""Online measurement: what it finds, what it may cost, what it changes (depths of later requests) and what
+not (any token)."""
 import json
 import random
 import sys
@@ -17,6 +18,7 @@ from guard import SHARE, ratio_bin
 from tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
+import profiler     # noqa: E402
 import staff        # noqa: E402
 
 P, U, G, L = 70, 6, 10, 4
@@ -29,7 +31,7 @@ def ask(question=1, P=P, **kw):
 def alike(model, request):
     """Per layer, by the profiler, which knows nothing of pages."""
     canvas = request.prompt + [model.config.mask_id] * request.gen_length
-    return depth.similarity(model, [canvas], [request.prefix_len])[0]
+    return profiler.similarity(model, [canvas], [request.prefix_len])[0]
 
 
 def guarded(model, table, threshold=0.9, **kw):
@@ -44,8 +46,8 @@ def between(model):
 
 @pytest.mark.parametrize("limit", [1, 3, 4])
 def test_the_first_request_is_measured_and_equals_the_profiler(model, limit):
-    """Shared K/V as they lie in their pages against the whole canvas from layer 0: what depth.similarity computes without a
-    cache, in the layers that the table's depth rests on."""
+    """Shared K/V as they lie in their pages against the whole canvas from layer 0: what profiler.similarity
+    computes without a cache, in the layers that the table's depth rests on."""
     first, second = guarded(model, {0: limit}, 0.0, max_batch=1).generate([ask(1), ask(2)])
     layers = min(limit + 1, L)
     assert first.similarity == pytest.approx(alike(model, ask(1))[:layers].tolist(), abs=1e-5) and len(first.similarity) == layers
@@ -53,8 +55,8 @@ def test_the_first_request_is_measured_and_equals_the_profiler(model, limit):
 
 
 def test_it_reads_the_pages_that_requests_read(model):
-    """Symptom: a damaged page goes unseen, since the prefix was run anew for the comparison. A layer of a stored prefix is
-    overwritten by hand; the next measurement finds it."""
+    """Symptom: a damaged page goes unseen, since the prefix was run anew for the comparison. A layer of a
+    stored prefix is overwritten by hand; the next measurement finds it."""
     engine = guarded(model, {0: L}, 0.0, refresh=1, measure=1)
     before = engine.generate([ask()])[0].similarity
     entry, = engine.cache.entries.values()
@@ -66,7 +68,8 @@ def test_it_reads_the_pages_that_requests_read(model):
 
 @pytest.mark.parametrize("kw", [dict(), dict(window="block"), dict(max_batch=1)])
 def test_no_token_hangs_on_being_measured(model, kw):
-    """Each refresh measured, or none: as long as the table holds, the same tokens, forwards and token-layers."""
+    """Each refresh measured, or none: as long as the table holds, the same tokens, forwards and
+    token-layers."""
     requests = [ask(i, block_length=5, temperature=0.7 * (i % 2), cfg_scale=0.5 * (i == 2), seed=i) for i in range(5)]
     runs = []
     for measure in (0, 1):
@@ -78,8 +81,8 @@ def test_no_token_hangs_on_being_measured(model, kw):
 
 
 def test_a_contradicted_table_gives_way(model, between):
-    """The first request runs at the table's depth, those admitted behind it, at any batch size, at the measured one; their
-    tokens are those of that depth."""
+    """The first request runs at the table's depth, those admitted behind it, at any batch size, at the
+    measured one; their tokens are those of that depth."""
     requests = [ask(i) for i in (1, 2, 3, 4)]
     for batch in (1, 4):
         for threshold, depth_then in ((between, 2), (0.9999, 0)):
@@ -91,8 +94,9 @@ def test_a_contradicted_table_gives_way(model, between):
 
 
 def test_a_wrong_table_is_caught_and_accuracy_comes_back(model):
-    """Symptom: a table made for other texts shares layers whose K/V depend on what follows, and the answers are wrong for ever.
-    The first request's still are; then nothing is shared, and at R = 1 the answers are those without a cache."""
+    """Symptom: a table made for other texts shares layers whose K/V depend on what follows, and the answers
+    are wrong for ever. The first request's still are; then nothing is shared, and at R = 1 the answers are
+    those without a cache."""
     requests = [ask(i) for i in range(6)]
     exact = [r.tokens for r in Engine(model, cache="none", cache_mb=8).generate(requests)]
     blind = [r.tokens for r in guarded(model, {0: L}, measure=0, refresh=1).generate(requests)]
@@ -102,9 +106,9 @@ def test_a_wrong_table_is_caught_and_accuracy_comes_back(model):
 
 
 def test_the_embedded_model_with_a_table_that_is_too_bold():
-    """All layers shared, "Who besides Ann is in Oslo?" is mostly answered wrongly: its answer is read off document rows that must
-    have seen the question. The guard finds that out at the first question on each list; the next ones are answered as without a
-    cache."""
+    """All layers shared, "Who besides Ann is in Oslo?" is mostly answered wrongly: its answer is read off
+    document rows that must have seen the question. The guard finds that out at the first question on each
+    list; the next ones are answered as without a cache."""
     path, requests, answers = ROOT / "checkpoints" / "tiny", [], []
     model, tokenizer = load(path).pack(), Tokenizer.from_folder(path)
     for i in range(3):
@@ -135,7 +139,8 @@ def test_never_raised_past_the_table(model):
 
 
 def test_each_prefix_and_each_ratio_for_itself(model, between):
-    """What one prefix shows says nothing of another, nor of the same one on a longer canvas or of another tenant's."""
+    """What one prefix shows says nothing of another, nor of the same one on a longer canvas or of another
+    tenant's."""
     engine = guarded(model, {0: L}, between, max_batch=1)
     other = Request(prompt(60, seed=9) + prompt(U), prefix_len=60, gen_length=G)
     long = ask(gen_length=G + 40)
@@ -146,7 +151,8 @@ def test_each_prefix_and_each_ratio_for_itself(model, between):
 
 
 def test_a_table_finer_than_the_bins(model):
-    """Symptom: two requests of one ratio bin at different depths of the table, whose means have different lengths."""
+    """Symptom: two requests of one ratio bin at different depths of the table, whose means have different
+    lengths."""
     engine = guarded(model, {0: 2, 82: 3}, 0.0, max_batch=1)
     engine.counts["token_layers"], engine.guard.every = 1e9, 1
     results = engine.generate([ask(gen_length=n) for n in (10, 8, 10, 8)])
@@ -155,7 +161,8 @@ def test_a_table_finer_than_the_bins(model):
 
 
 def test_an_interrupted_measurement_leaves_nothing(model, monkeypatch):
-    """An interrupt while the guard compares: no page stays taken, and the next request is the first to be measured."""
+    """An interrupt while the guard compares: no page stays taken, and the next request is the first to be
+    measured."""
     engine = guarded(model, {0: L}, 0.0)
     monkeypatch.setattr("guard.compare", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -167,8 +174,8 @@ def test_an_interrupted_measurement_leaves_nothing(model, monkeypatch):
 
 
 def test_what_was_measured_outlives_the_entry(model, between):
-    """Symptom: in a small cache every other request runs too deep, since a prefix that was lowered is forgotten when its K/V are
-    evicted. The latest prefixes are remembered, and no more than KNOWN of them."""
+    """Symptom: in a small cache every other request runs too deep, since a prefix that was lowered is
+    forgotten when its K/V are evicted. The latest prefixes are remembered, and no more than KNOWN of them."""
     engine = guarded(model, {0: L}, between, max_batch=1)
     engine.generate([ask(1)])
     engine.cache.discard(*engine.cache.entries.values())
@@ -189,8 +196,8 @@ def test_a_prefix_that_shares_nothing_is_not_stored(model):
 
 
 def test_a_request_that_names_no_prefix_follows_the_guard(model):
-    """Symptom: a stored prefix that came down to 0 is still found by prompts that name none, which then keep its K/V for R
-    steps though nothing is shared. They run as if nothing were stored: as without a cache."""
+    """Symptom: a stored prefix that came down to 0 is still found by prompts that name none, which then keep
+    its K/V for R steps though nothing is shared. They run as if nothing were stored: as without a cache."""
     engine = guarded(model, {0: L}, 1.1, max_batch=1)
     engine.generate([ask(1)])
     found = engine.generate([ask(i, prefix_len=None) for i in (2, 3, 4)])
@@ -199,7 +206,8 @@ def test_a_request_that_names_no_prefix_follows_the_guard(model):
 
 
 def test_one_odd_request_does_not_condemn_a_prefix(model):
-    """Symptom: one request whose values are not finite, and its prefix never shares again. What is not finite is not kept."""
+    """Symptom: one request whose values are not finite, and its prefix never shares again. What is not finite
+    is not kept."""
     broken = tiny(shift=model.config.shift)
     broken.embed.weight.data[91] = float("nan")
     engine = guarded(broken, {0: L}, 0.0)
@@ -216,7 +224,8 @@ def test_one_odd_request_does_not_condemn_a_prefix(model):
 
 
 def test_when_it_looks(model):
-    """A prefix' first refresh, then each fourth: of the 13 refreshes of a request at R = 1 those at steps 0, 3, 7 and 11."""
+    """A prefix' first refresh, then each fourth: of the 13 refreshes of a request at R = 1 those at steps 0,
+    3, 7 and 11."""
     engine, steps = guarded(model, {0: 2}, 0.0, refresh=1, measure=4), []
     engine.counts["token_layers"] = 1e9
     before = 0
@@ -228,8 +237,8 @@ def test_when_it_looks(model):
 
 
 def test_what_waits_and_what_does_not(model):
-    """Without work to pay for it, an engine looks eight times: at new prefixes. With self_profile new prefixes never wait. The
-    two halves of the share are kept apart, so that neither starves the other."""
+    """Without work to pay for it, an engine looks eight times: at new prefixes. With self_profile new
+    prefixes never wait. The two halves of the share are kept apart, so that neither starves the other."""
     new = lambda i: Request(prompt(20 + i, seed=i) + [1, 2], prefix_len=20 + i, gen_length=2, steps=1)
     trusting = guarded(model, {0: 2}, 0.0)
     trusting.generate([new(i) for i in range(12)])
@@ -250,8 +259,8 @@ def test_what_waits_and_what_does_not(model):
 
 
 def test_depths_come_down_to_boundaries(monkeypatch):
-    """With more than 16 layers a refresh can start at every fourth one only: what was measured is rounded down to these, and a
-    table that the model bears out at its own threshold stays as it is."""
+    """With more than 16 layers a refresh can start at every fourth one only: what was measured is rounded
+    down to these, and a table that the model bears out at its own threshold stays as it is."""
     model = tiny(layers=20, scale=1.5)
     values = alike(model, ask())
     requests = [ask(1), ask(2)]
@@ -263,7 +272,8 @@ def test_depths_come_down_to_boundaries(monkeypatch):
 
 
 def test_a_later_refresh_is_measured_on_the_present_canvas(model, monkeypatch):
-    """What is compared at step R is the canvas with the tokens that stand there by then, not the masks of the first step."""
+    """What is compared at step R is the canvas with the tokens that stand there by then, not the masks of the
+    first step."""
     seen = []
     compare = guard.compare
     monkeypatch.setattr(guard, "compare", lambda *a: seen.append(a[3].tolist()) or compare(*a))
@@ -278,8 +288,8 @@ def test_a_later_refresh_is_measured_on_the_present_canvas(model, monkeypatch):
 
 
 def test_mixed_traffic_leaves_room_for_both_kinds_of_looking(model):
-    """Symptom: prefixes that are used once take all that may be spent, and the popular one is never looked at again. At most
-    SHARE of the work is measured, half of it again, but for an engine's first FREE looks."""
+    """Symptom: prefixes that are used once take all that may be spent, and the popular one is never looked at
+    again. At most SHARE of the work is measured, half of it again, but for an engine's first FREE looks."""
     engine = guarded(model, {0: L}, 0.0, measure=2, refresh=1)
     requests = [ask(i) if i % 2 else Request(prompt(30, seed=i) + [1], prefix_len=30, gen_length=2) for i in range(240)]
     results = engine.generate(requests)
@@ -305,7 +315,8 @@ def test_the_latest_prefixes_are_remembered(model, between):
 
 
 def test_the_mean_runs_and_may_recover(model):
-    """The mean over all measurements counts, not the last one: a prefix lowered by one odd request gets its depth back."""
+    """The mean over all measurements counts, not the last one: a prefix lowered by one odd request gets its
+    depth back."""
     engine = guarded(model, {0: L}, 0.0, max_batch=1)
     engine.generate([ask()])
     bin, = engine.guard.bins.values()
@@ -318,9 +329,9 @@ def test_the_mean_runs_and_may_recover(model):
 
 
 def test_cost_stays_within_two_percent():
-    """At the default rate, for requests like the example of docs/how-it-works.md (P = 900, S = 316, 128 steps, R = 16,
-    half of the layers shared): the very first request stays below 2%. Rows are counted by hooks, not by the guard's
-    own books."""
+    """At the default rate, for requests like the example of docs/how-it-works.md (P = 900, S = 316, 128
+    steps, R = 16, half of the layers shared): the very first request stays below 2%. Rows are counted by
+    hooks, not by the guard's own books."""
     model = tiny(layers=6, max_len=1300)
     rows = []
     for layer in model.layers:
@@ -348,7 +359,8 @@ def test_one_read_a_measurement(model, monkeypatch):
 
 
 def test_lowering_needs_room(model):
-    """Sharing less takes more pages. Where the budget has them not even for one request, it shares nothing and is served."""
+    """Sharing less takes more pages. Where the budget has them not even for one request, it shares nothing
+    and is served."""
     need = next(mb / 100 for mb in range(10, 400) if not refused(model, mb / 100))
     threshold = float(alike(model, ask(0, P=130))[2:4].mean())
     roomy = guarded(model, {0: L}, threshold, max_batch=1).generate([ask(i, P=130) for i in range(2)])
@@ -362,8 +374,9 @@ def test_lowering_needs_room(model):
 
 
 def test_self_profile_asks_for_room_at_once(model):
-    """Symptom: in a small cache the first request of a prefix never finds room to be stored beside itself, and so nothing is ever
-    measured or shared. The budget is refused at the start; the least that is not refused is enough."""
+    """Symptom: in a small cache the first request of a prefix never finds room to be stored beside itself,
+    and so nothing is ever measured or shared. The budget is refused at the start; the least that is not
+    refused is enough."""
     need = next(mb / 100 for mb in range(10, 400) if not refused(model, mb / 100, self_profile=0.01))
     assert refused(model, need - 0.05, self_profile=0.01)
     engine = Engine(model, self_profile=0.01, cache_mb=need, max_batch=1)
@@ -377,12 +390,14 @@ def refused(model, mb, **kw) -> bool:
         return True
 
 
-# -- no table -----------------------------------------------------------------------------------------------------------
+# -- no table
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_self_profile_measures_first_and_shares_then(model, between):
-    """No table, no guess: the first request on a prefix shares nothing and answers as depth 0 does; the next ones share what
-    was measured. A larger ratio may rely on a smaller one's depth, a smaller ratio on nothing."""
+    """No table, no guess: the first request on a prefix shares nothing and answers as depth 0 does; the next
+    ones share what was measured. A larger ratio may rely on a smaller one's depth, a smaller ratio on
+    nothing."""
     engine = Engine(model, self_profile=between, cache_mb=8, refresh=3)
     small, large = ask(gen_length=60), ask(gen_length=4)
     results = engine.generate([ask(1), ask(2), small, large])
@@ -394,13 +409,14 @@ def test_self_profile_measures_first_and_shares_then(model, between):
 
 
 def test_no_table_warns_once_and_shares_nothing(model, text_folder, tmp_path):
-    """Depth 0 and one warning that names the command, for a model object and for a folder; self_profile needs no table."""
-    with pytest.warns(UserWarning, match="python depth.py profile") as seen:
+    """Depth 0 and one warning that names the command, for a model object and for a folder; self_profile needs
+    no table."""
+    with pytest.warns(UserWarning, match="python tools/profiler.py") as seen:
         engine = Engine(model, cache_mb=8)
     assert len(seen) == 1 and engine.generate([ask()])[0].depth == 0 and engine.guard is None
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((text_folder / name).read_bytes())
-    with pytest.warns(UserWarning, match=f"python depth.py profile --model {tmp_path}") as seen:
+    with pytest.warns(UserWarning, match=f"python tools/profiler.py --model {tmp_path}") as seen:
         Engine.from_folder(tmp_path, cache_mb=8)
     assert len(seen) == 1
     with warnings.catch_warnings():
@@ -419,11 +435,13 @@ def test_the_folder_s_threshold_is_the_guard_s(text_folder, tmp_path):
     assert Engine.from_folder(text_folder, cache_mb=8).guard.threshold == 0.97
 
 
-# -- the command line -----------------------------------------------------------------------------------------------------
+# -- the command line
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_results_and_json_tell_what_was_measured(text_folder, capsys):
-    """--json has the similarity and both depths; the table in the terminal a line for each lowered request."""
+    """--json has the similarity and both depths; the table in the terminal a line for each lowered
+    request."""
     say = ["--model", str(text_folder), "--prefix", "The outputs of independent implementations are kept here for the tests.",
            "--prompt", "a", "--prompt", "b", "--gen-length", "6", "--max-batch", "1", "--no-eos"]
     assert generate.main([*say, "--json"]) == 0
