@@ -30,7 +30,6 @@ def questions():
 
 
 # -- questions
-# ----------------------------------------------------------------------------------------------------
 
 def test_as_many_questions_of_each_kind_at_each_ratio(questions):
     """The ratio is met to within two points, and nearly always to one; no answer is longer than its masks."""
@@ -99,7 +98,7 @@ def test_a_setup_is_the_engine_it_is_called(questions):
         engine = s.engine(folder, 2, 100)
         assert (engine.mode, engine.window) == (s.cache, s.window) and str(s.refresh) in s.name + "None"
         assert s.refresh is None or engine.refresh == accuracy.INTERVALS[s.refresh]
-        assert s.depth is None or engine.depth == s.depth
+        assert s.depth is None or engine.admission.depth == s.depth
         assert (engine.guard is not None) == (s.depth == "auto" and s.guard)
     args, few = accuracy.parse(["--quick", "--max-batch", "2"]), [0, 1]
     fast, slow = (accuracy.run(Setup("bicache", depth="auto", refresh="16", pace=pace), folder, questions, few, args)
@@ -109,7 +108,6 @@ def test_a_setup_is_the_engine_it_is_called(questions):
 
 
 # -- statistics
-# ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("right, n, low, high", [      # Newcombe 1998 (Statist. Med. 17, 857), table I, method 3
     (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1.0)])
@@ -161,7 +159,6 @@ def test_states_are_those_of_the_profiler(questions):
 
 
 # -- files and the command
-# ----------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def setups():
@@ -229,7 +226,6 @@ def test_a_file_that_is_no_result(tmp_path, capsys):
 
 
 # -- verdicts
-# -----------------------------------------------------------------------------------------------------
 
 def made_up(lost: dict, n=500, layers=2, dependence=None) -> dict:
     """Results on kinds "easy" and "hard" at two ratios in which a setup loses every so-manieth answer of a

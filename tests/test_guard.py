@@ -391,7 +391,6 @@ def refused(model, mb, **kw) -> bool:
 
 
 # -- no table
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_self_profile_measures_first_and_shares_then(model, between):
@@ -436,7 +435,6 @@ def test_the_folder_s_threshold_is_the_guard_s(text_folder, tmp_path):
 
 
 # -- the command line
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_results_and_json_tell_what_was_measured(text_folder, capsys):

@@ -91,7 +91,6 @@ def command(monkeypatch, *args):
 
 
 # -- similarity
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_similarity_is_the_plain_loop(model):
@@ -132,7 +131,6 @@ def test_each_sequence_runs_once(llada):
 
 
 # -- profile
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_cut_text(llada):
@@ -266,7 +264,6 @@ def test_write_and_find(folder, tmp_path):
 
 
 # -- pictures
-# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("samples", [3, 8])
@@ -292,7 +289,6 @@ def test_pictures(llada, samples):
 
 
 # -- the command
-# --------------------------------------------------------------------------------------------------
 
 
 def test_command(folder, text, tmp_path):

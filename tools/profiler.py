@@ -34,7 +34,6 @@ BINS = 1001         # of similarity, 0.001 wide from 0 up: enough for the worst 
 
 
 # -- one measurement
-# ------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -121,7 +120,6 @@ def cut(sample: tuple, percent: int, config, gen_length: int | None = None) -> t
 
 
 # -- many of them
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -230,7 +228,6 @@ def write(p: Profile, path) -> None:
 
 
 # -- the command
-# ----------------------------------------------------------------------------------------------
 
 
 def read(path: Path, tokenizer, length: int):
