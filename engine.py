@@ -334,9 +334,7 @@ class Engine:
 
 
 def _boundaries(layers: int) -> range:
-    """The layers that a refresh can start from: all in small models; else every fourth, one short of a
-    round depth, since a refresh at depth b lives from the prefix-only K/V of layer b, too
-    (depth.safe_depth)."""
+    """The layers that a refresh can start from: all of a small model, else 3, 7, 11, ... (depth.safe_depth)."""
     return range(1, layers) if layers <= 16 else range(3, layers - 1, 4)
 
 
