@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import fingerprint
+from hub.checkpoint import fingerprint
 
 # Published with arXiv 2608.26140 (sands-lab/ACache, policies/), made by the profiler of arXiv 2606.07571: 500
 # samples of WildChat-4.8M a ratio, threshold 0.97. name: (layers, {percent: leading layers that are alike})

@@ -29,7 +29,7 @@ import guard
 import kernels
 from admission import Admission
 from cache import PAGE, Cache, count_pages
-from checkpoint import fingerprint, load
+from hub.checkpoint import fingerprint, load
 from model import Transformer
 from request import Event, Request, Result, Running, Stream, Waiting, whole
 from step import Layout, Step, bucket, lay_out
@@ -108,7 +108,7 @@ class Engine:
         requests = list(requests)
         results = [None] * len(requests)
         for event in self.stream(requests):
-            results[event.index] = event.result         # None but for each request's last
+            results[event.index] = event.result     # None but for each request's last
         return results
 
     def stream(self, requests):
@@ -334,12 +334,12 @@ class Engine:
 
 
 def _boundaries(layers: int) -> range:
-    """The layers that a refresh can start from: all of a small model, else 3, 7, 11, ... (depth.safe_depth)."""
+    """The layers that a refresh can start from: all of a small model, else 3, 7, 11, ...
+    (depth.safe_depth)."""
     return range(1, layers) if layers <= 16 else range(3, layers - 1, 4)
 
 
 def _check_options(layers: int, cache, window, depth, **positive) -> None:
-    """ValueError unless the engine's options are what they must be."""
     for name, value, known in (("cache", cache, CACHE_MODES), ("window", window, WINDOWS)):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")

@@ -4,17 +4,18 @@
     ids, prefix_len = tok.chat([{"role": "user", "content": "Who sits in room 42?"}])
     text = tok.decode(ids)
 
-A prompt is tokenized once, whole; its prefix is a number of its ids, found through character offsets. Only a
-chat template (template.py) writes special tokens: text that spells one stays text, so that no prompt injects
-MASK, EOS or a role. What the folder's files say is read in vocabulary.py. Checked (tests/test_tokenizer.py)
-id for id against tokenizers.Tokenizer.encode on the LLaDA, Dream and embedded layouts.
+A prompt is tokenized once, whole; its prefix is a number of its ids, found through character offsets. Only
+a chat template (hub/template.py) writes special tokens: text that spells one stays text, so that no prompt
+injects MASK, EOS or a role. What the folder's files say is read in hub/vocabulary.py. Checked
+(tests/test_tokenizer.py) id for id against tokenizers.Tokenizer.encode on the LLaDA, Dream and embedded
+layouts.
 """
 import os
 from datetime import datetime
 from typing import NamedTuple
 
-import vocabulary
-from template import StandIns
+from hub import vocabulary
+from hub.template import StandIns
 
 ROLES = ("system", "user", "assistant", "tool")   # a free role could spell a token: '<|' + role + '|>'
 

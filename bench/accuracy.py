@@ -30,7 +30,7 @@ from tqdm import tqdm  # noqa: E402
 from bench import throughput  # noqa: E402
 from bench.asked import RATIOS, Question, draw_questions, staff  # noqa: E402
 from bench.report import draw, read, show  # noqa: E402
-from checkpoint import fingerprint, load  # noqa: E402
+from hub.checkpoint import fingerprint, load  # noqa: E402
 from depth import closeness, find_table  # noqa: E402
 from engine import Engine, Request  # noqa: E402
 from model import rotate  # noqa: E402

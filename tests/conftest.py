@@ -58,7 +58,7 @@ def save_folder(folder, model, tokenizer=None):
 
     from safetensors.torch import save_file
 
-    from checkpoint import FAMILIES, checkpoint_names, fingerprint
+    from hub.checkpoint import FAMILIES, checkpoint_names, fingerprint
     c, folder = model.config, Path(folder)
     folder.mkdir(exist_ok=True)
     family = FAMILIES["llada"]

@@ -14,7 +14,7 @@ from conftest import ROOT
 from bench import accuracy, report
 from bench.accuracy import Setup, choose, make_setups
 from bench.asked import RATIOS, draw_questions, staff
-from checkpoint import load
+from hub.checkpoint import load
 from tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))

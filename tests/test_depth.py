@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import GOLDEN
 
 import depth
-from checkpoint import fingerprint
+from hub.checkpoint import fingerprint
 
 LLADA = GOLDEN / "llada"
 

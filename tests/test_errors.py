@@ -9,7 +9,7 @@ import torch
 from conftest import GOLDEN, prompt, tiny
 from safetensors.torch import load_file, save_file
 
-from checkpoint import load
+from hub.checkpoint import load
 from engine import Engine, Request
 
 GOOD = dict(prompt=[1, 2, 3], gen_length=8)

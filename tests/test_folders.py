@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_tokenizer import dream, llada
 
 import generate
-from checkpoint import FAMILIES, checkpoint_names, load
+from hub.checkpoint import FAMILIES, checkpoint_names, load
 from tokenizer import Tokenizer
 
 DOCUMENT = "Dana Reed sits in room 42 in Lisbon and reports to Omar Haddad, who sits in room 17 in Oslo."

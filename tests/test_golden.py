@@ -7,7 +7,7 @@ import torch
 from conftest import GOLDEN
 from safetensors.torch import load_file
 
-from checkpoint import load
+from hub.checkpoint import load
 from engine import Engine, Request
 
 

@@ -12,7 +12,7 @@ from conftest import ROOT, prompt, tiny
 import depth
 import generate
 import guard
-from checkpoint import load
+from hub.checkpoint import load
 from engine import Engine, Request
 from guard import SHARE, ratio_bin
 from tokenizer import Tokenizer

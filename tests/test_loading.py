@@ -12,14 +12,14 @@ import torch
 from conftest import ROOT, tiny
 from safetensors.torch import save_file
 
-import checkpoint
-from checkpoint import FAMILIES, checkpoint_names, load
+from hub import checkpoint
+from hub.checkpoint import FAMILIES, checkpoint_names, load
 from model import Config, Transformer
 
 MEASURE = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from checkpoint import load
+from hub.checkpoint import load
 
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024

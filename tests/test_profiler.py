@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from conftest import GOLDEN, ROOT, prompt, tiny
 
 import depth
-from checkpoint import fingerprint, load
+from hub.checkpoint import fingerprint, load
 from engine import Engine, Request
 from model import rotate
 

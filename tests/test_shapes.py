@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import save_file
 
-from checkpoint import FAMILIES, checkpoint_names, load, read_config
+from hub.checkpoint import FAMILIES, checkpoint_names, load, read_config
 from model import Transformer
 
 CONFIGS = ROOT / "tests" / "configs"

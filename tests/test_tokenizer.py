@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from vocabulary import QWEN2_SPLIT  # noqa: E402
+from hub.vocabulary import QWEN2_SPLIT  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
 TEXT = """Dana Reed sits in room 42 in Lisbon and reports to Omar Haddad. Omar Haddad sits in room 17 in Oslo. Who sits in

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from checkpoint import fingerprint, load  # noqa: E402
+from hub.checkpoint import fingerprint, load  # noqa: E402
 from depth import RATIOS, Table, closeness, safe_depth  # noqa: E402
 from model import Transformer, rotate  # noqa: E402
 from profiler_map import svg, text_map  # noqa: E402

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import staff  # noqa: E402
 from heads import start  # noqa: E402
-from checkpoint import FAMILIES, checkpoint_names  # noqa: E402
+from hub.checkpoint import FAMILIES, checkpoint_names  # noqa: E402
 from model import Config, Transformer, rotate  # noqa: E402
 from sequences import LATE, STATS, batch  # noqa: E402
 from staff import EOS, MASK, SPECIAL, Language  # noqa: E402

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tokenizers
 
-from template import Template
+from hub.template import Template
 
 PARTS = {"vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"}
 FLAGS = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)
