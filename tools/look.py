@@ -126,7 +126,7 @@ def main(argv=None) -> int:
         if args.what == "prefix" and (args.block_length or args.threshold):
             raise ValueError("--block-length and --threshold have an effect only with canvas; leave them out")
         if args.what == "canvas" and len(args.prompt or ()) > 1:
-            raise ValueError(f"--prompt was given {len(args.prompt)} times; canvas shows one answer, give one")
+            raise ValueError(f"--prompt is given {len(args.prompt)} times; canvas shows one answer: give one")
         engine = Engine.from_folder(args.model, cache="none")
         document = Path(args.document).read_text(encoding="utf-8").strip()
         if args.what == "prefix":
