@@ -87,8 +87,8 @@ def test_still_it_is_the_last_step(run, svg):
 
 
 def test_every_animation_is_defined(svg):
-    """A rule that the style lacks is silence: the bar of `none` once did not grow, since a rule that is called none
-    is no rule."""
+    """A rule that the style lacks is silence: the bar of `none` once did not grow, since a rule that is
+    called none is no rule."""
     defined = set(re.findall(r"@keyframes (\S+)", svg.find(SVG + "style").text))
     used = {re.match(r"animation: (\S+)", e.get("style", "")) for e in svg.iter()} - {None}
     assert {m.group(1) for m in used} == defined and "none" not in defined
