@@ -35,28 +35,37 @@ class Tokenizer:
     """
 
     @classmethod
-    def from_folder(cls, path):
-        """The folder's tokenizer; None if it has no tokenizer files; ValueError if they are broken."""
-        words = vocabulary.read(path)
+    def from_folder(cls, path, *, mask_token=None, template_vars=None):
+        """The folder's tokenizer; None if it has no tokenizer files; ValueError if they are broken.
+
+        mask_token: the spelling of the mask token, for folders that do not name it. template_vars: values for
+        the variables of the chat template, as {"enable_thinking": True}.
+        """
+        words = vocabulary.read(path, mask_token, template_vars)
+        if not words and (mask_token or template_vars):
+            raise ValueError(f"{path} has no tokenizer files, which mask_token and template_vars are for; "
+                             "leave them out")
         return words and cls(words)
 
     def __init__(self, words: vocabulary.Vocabulary):
         self.words, self.template = words, words.template
         self.special, self.mask_id, self.eos_ids = words.special, words.mask_id, words.eos_ids
-        self.vocab_size, self.has_chat = max(words.spelling, default=-1) + 1, bool(words.template.source)
+        self.vocab_size, self.has_chat = max(words.spelling, default=-1) + 1, words.template.exists
 
     def encode(self, text):
         """Ids of `text` as ordinary text: no BOS, and what spells a special token never becomes it."""
         return [token.id for token in self._ordinary(text)]
 
     def render(self, request):
-        """(ids, prefix_len) of {"messages": [...]}, or of {"prefix", "prompt"} (the first may be absent).
+        """(ids, prefix_len) of {"messages": [...]} or {"prefix", "prompt", "raw"}, raw and prefix optional.
 
-        Where there is a chat template, prefix and prompt are its system and user message, else one text.
+        Where there is a chat template, prefix and prompt are its system and user message; else, or if raw is
+        true, they are one running text, as given.
         """
+        _check_request(request)
         if "messages" in request:
             return self.chat(request["messages"])
-        if not self.has_chat:
+        if request.get("raw") or not self.has_chat:
             return self.split(request.get("prefix", ""), request["prompt"])
         system = [{"role": "system", "content": request["prefix"]}] if "prefix" in request else []
         return self.chat([*system, {"role": "user", "content": request["prompt"]}])
@@ -72,8 +81,9 @@ class Tokenizer:
         """
         if not self.has_chat:
             raise ValueError("This model has no chat template; give it plain text.")
-        _check(messages)
-        stand_ins = StandIns(self.special, self.template.source, *(m["content"] for m in messages))
+        _check_messages(messages)
+        foreign = (self.template.source, str(self.template.values), *(m["content"] for m in messages))
+        stand_ins = StandIns(self.special, *foreign)
         safe = [{**m, "content": stand_ins.put(m["content"])} for m in messages]
         now = datetime.now()                                          # one clock for both renderings
         text = self.template.render(safe, now)
@@ -95,7 +105,8 @@ class Tokenizer:
 
     def _ordinary(self, text, at=0):
         """The tokens of ordinary text that stands `at` characters behind the start of the whole."""
-        text.encode()                                   # a lone surrogate: UnicodeEncodeError, a ValueError
+        if bad := next((c for c in text if "\ud800" <= c <= "\udfff"), None):
+            raise ValueError(f"The text has half a character, {bad!r}, which no UTF-8 holds; leave it out.")
         found = self.words.library.encode(text)
         if wrong := [start for i, (start, _) in found if i in self.words.never and start < len(text)]:
             return self._ordinary_in_pieces(text, wrong, at)
@@ -112,7 +123,17 @@ class Tokenizer:
         return [token for a, b in zip(cuts, cuts[1:]) for token in self._ordinary(text[a:b], at + a)]
 
 
-def _check(messages):
+def _check_request(request):
+    """ValueError unless it is one of the two kinds, whole and with nothing else in it."""
+    keys = request.keys() if isinstance(request, dict) else set()
+    asks = "prompt" in keys and keys <= {"prefix", "prompt", "raw"}
+    texts = all(isinstance(request[key], str) for key in keys & {"prefix", "prompt"})
+    if not (asks and texts and isinstance(request.get("raw", False), bool)) and keys != {"messages"}:
+        raise ValueError('A request is {"messages": [...]} or {"prefix": text, "prompt": text, "raw": true}, '
+                         f"prefix and raw optional; not {str(request)[:80]}.")
+
+
+def _check_messages(messages):
     """ValueError unless the messages are a chat whose last one asks."""
     fits = isinstance(messages, list) and messages and all(
         isinstance(m, dict) and m.keys() == {"role", "content"} and m["role"] in ROLES

@@ -5,7 +5,7 @@
 
 Three layouts: tokenizer.json; vocab.json + merges.txt (Dream), read as the tokenizer.json that would say the
 same; tokenizer.model (sentencepiece). Special ids come from the folder's files alone, whichever names them.
-Checked in tests/test_tokenizer.py on folders of each layout.
+All files are UTF-8, with or without a byte order mark. Checked in tests/test_vocabulary.py on each layout.
 """
 import json
 import re
@@ -15,6 +15,7 @@ import tokenizers
 
 from hub.template import Template
 
+MODEL_FILES = ("config.json", "generation_config.json")
 PARTS = {"vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"}
 FLAGS = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)
 # Qwen2's rule: contractions, words, single digits, punctuation with its line ends, line ends, spaces
@@ -22,8 +23,11 @@ QWEN2_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
-def read(path):
-    """The folder's Vocabulary; None if it has no tokenizer files; ValueError, one sentence, if broken."""
+def read(path, mask_token=None, template_vars=None):
+    """The folder's Vocabulary; None if it has no tokenizer files; ValueError, one sentence, if broken.
+
+    mask_token: the spelling of the mask, where no file names it. template_vars: values for the chat template.
+    """
     folder, has = Path(path), {p.name for p in Path(path).glob("*")}
     if not (has & {"tokenizer.json", "tokenizer.model"} or {"vocab.json", "merges.txt"} <= has):
         if has & PARTS:
@@ -31,10 +35,10 @@ def read(path):
                              "tokenizer.model.")
         return None
     try:
-        return Vocabulary(folder)
+        return Vocabulary(folder, mask_token, template_vars or {})
     except Exception as error:                                    # the libraries raise no narrower one
-        reason = error if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f"The tokenizer in {path} cannot be read: {reason}.") from error
+        reason = error if isinstance(error, ValueError) else f"its files cannot be read ({error!r})"
+        raise ValueError(f"The tokenizer in {path}: {reason}.") from error
 
 
 class Vocabulary:
@@ -44,31 +48,45 @@ class Vocabulary:
     ids. hidden: ids that are no text. eos_ids: ids that end an answer. mask_id: or None. template: of chats.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, mask_token, template_vars):
         config = read_config(folder)
-        data = read_data(folder)
+        data = read_data(folder, config)
         added = read_added_tokens(folder, config, data)
-        self.library = library = Pieces(folder, added) if data is None else Fast(data, added)
-        ids = library.ids
+        self.library = Pieces(folder, added) if data is None else Fast(data, added)
+        self.ids = ids = self.library.ids
         self.spelling = {i: word for word, i in ids.items()}
         if len(self.spelling) < len(ids):
             raise ValueError("two tokens have one id")
         named = read_named(config, ids)
-        self.template = Template(folder, config.get("chat_template"), named)
+        self.mask_id, named["mask_token"] = read_mask(folder, ids, named["mask_token"], mask_token)
+        values = {**named, **thinking(folder), **template_vars}
+        self.template = Template(folder, config.get("chat_template"), values)
+        self.template.check(template_vars)
         sample = self.template.sample()
-        eos, mask = (read_ids(folder, key) for key in ("eos_token_id", "mask_token_id"))
+        eos = read_ids(folder, "eos_token_id") | {ids.get(named["eos_token"])}
+        pad = read_ids(folder, "pad_token_id") | {ids.get(named["pad_token"])}
 
-        declared = library.control | (declared_special(config, named) & ids.keys())
-        used = {word for word in library.markup
-                if word in self.template.source or word in sample or ids[word] in eos | mask}
-        self.special = {word: ids[word] for word in sorted(declared | used, key=len, reverse=True)}
-        self.never = set(self.special.values()) - {library.unknown}
-        self.hidden = {ids[word] for word in declared} | eos | mask     # answers may show markup: <tool_call>
+        declared = self.library.control | (declared_special(config, named) & ids.keys())
+        self.special = self._choose_special(declared, sample, {self.mask_id, *eos, *pad})
+        self.never = set(self.special.values()) - {self.library.unknown}
         self._pattern = pattern([(word, added.get(word, FLAGS)) for word in self.special])
-        library.load(self.special)
-        self.mask_id = ids.get(named.get("mask_token"), min(mask, default=None))
-        end = ids.get(named["eos_token"])
-        self.eos_ids = (eos | {end, self._end_of_turn(sample)}) - {None}
+        self.library.load(self.special)
+        fillers = self._fillers(pad)
+        self.eos_ids = {*eos, *fillers, self._end_of_turn(sample)} - {None}
+        # An answer may show markup that no file declares: <tool_call>.
+        self.hidden = {self.mask_id, *eos, *fillers, *(ids[word] for word in declared)}
+
+    def _choose_special(self, declared, sample, named):
+        """Spelling -> id of what files declare special, and of the markup that a template or a name uses."""
+        written = self.template.source + "\n" + sample
+        used = {word for word in self.library.markup
+                if word in written or self.ids[word] in named or is_filler(word)}
+        return {word: self.ids[word] for word in sorted(declared | used, key=lambda word: (-len(word), word))}
+
+    def _fillers(self, pad):
+        """Ids that fill what is left of a canvas; neither the mask nor an ordinary word named as padding."""
+        found = {i for word, i in self.special.items() if i in pad or is_filler(word)}
+        return found - {self.mask_id, self.library.unknown}
 
     def _end_of_turn(self, sample):
         """The id that the template writes behind an answer, if it is special: <|eot_id|>, <|im_end|>."""
@@ -88,9 +106,12 @@ class Vocabulary:
 def read_json(path):
     """The JSON object in a file; empty if there is no such file."""
     try:
-        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        value = json.loads(path.read_text("utf-8-sig")) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return value
 
 
 def read_config(folder):
@@ -100,18 +121,22 @@ def read_config(folder):
     return {**read_json(folder / "special_tokens_map.json"), **given}
 
 
-def read_data(folder):
+def read_data(folder, config):
     """What tokenizer.json holds, or would hold; None for a folder with tokenizer.model."""
     if (folder / "tokenizer.json").is_file():
         return read_json(folder / "tokenizer.json")
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        kind = config.get("tokenizer_class") or "Qwen2Tokenizer"
+        if not kind.startswith(("Qwen2", "Dream")):         # GPT-2's and others cut words by other rules
+            raise ValueError(f"tokenizer_class is {kind}, and vocab.json with merges.txt is read as a "
+                             "Qwen2Tokenizer only; save the tokenizer as tokenizer.json")
         return join_vocab_and_merges(folder)
     return None
 
 
 def join_vocab_and_merges(folder):
     """The tokenizer.json of vocab.json + merges.txt: byte-level BPE as Qwen2 and Dream have it."""
-    lines = (folder / "merges.txt").read_text("utf-8").split("\n")
+    lines = (folder / "merges.txt").read_text("utf-8-sig").split("\n")
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -140,33 +165,67 @@ def spelling_of(token):
 
 
 def read_named(config, ids):
-    """The tokens that go by a name, bos_token to mask_token, as a template may write them."""
-    named = {"bos_token": "", "eos_token": ""}
+    """The tokens that go by a name, bos_token to pad_token, as a template may write them; "" for none."""
+    named = dict.fromkeys(("bos_token", "eos_token", "mask_token", "pad_token"), "")
     for name, token in config.items():
         word = spelling_of(token) if name.endswith("_token") else None
         if word and isinstance(word, str):
             named[name] = word
     for name in ("bos_token", "eos_token", "mask_token"):
-        if named.get(name) and named[name] not in ids:
+        if named[name] and named[name] not in ids:
             raise ValueError(f"{name} is {named[name]!r}, which has no id in the vocabulary")
     return named
 
 
 def read_ids(folder, key):
-    """The ids that config.json and generation_config.json give to `key`, one or a list."""
-    ids = set()
-    for name in ("config.json", "generation_config.json"):
-        value = read_json(folder / name).get(key)
-        ids.update(value if isinstance(value, list) else [value])
-    return ids - {None}
+    """All ids that config.json and generation_config.json give to `key`."""
+    return {i for name in MODEL_FILES for i in read_id_list(folder / name, key)}
+
+
+def read_id_list(path, key):
+    """The ids that a file gives to `key`: none, one, or a list."""
+    value = read_json(path).get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"{key} of {path.name} is {value!r}; it must be an id or a list of ids")
+    return ids
+
+
+def read_mask(folder, ids, word, option):
+    """(id, spelling) of the mask token. The model's files, the tokenizer's and the option must agree."""
+    said = {}
+    for name in MODEL_FILES:
+        for i in read_id_list(folder / name, "mask_token_id"):
+            said[f"mask_token_id {i} in {name}"] = i
+    if word:
+        said[f"mask_token {word!r} of its files (id {ids[word]})"] = ids[word]
+    if option:
+        if option not in ids:
+            raise ValueError(f"mask_token is {option!r}, which is no token of the vocabulary; correct it")
+        said[f"the option mask_token {option!r} (id {ids[option]})"] = ids[option]
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{' and '.join(said)} disagree; leave out or correct the wrong one")
+    return next(iter(said.values()), None), option or word
+
+
+def thinking(folder):
+    """The default template variable. With false, Qwen3's template writes an empty think block itself.
+
+    The models that dllm made of Qwen3 are trained so, and open their answers with one else. CoDA's authors
+    leave the variable out.
+    """
+    return {} if read_json(folder / "config.json").get("model_type") == "CoDA" else {"enable_thinking": False}
 
 
 # -- special tokens -----------------------------------------------------------------------------------------
 
 def declared_special(config, named):
     """Spellings that the config calls special. A name of one character, a pad_token "!", stays text."""
-    more = {spelling_of(token) for token in config.get("additional_special_tokens") or []}
-    return more | {word for word in named.values() if len(word) > 1}
+    more = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):       # the second: since transformers 5
+        tokens = config.get(key) or []
+        more += tokens.values() if isinstance(tokens, dict) else tokens
+    return {spelling_of(token) for token in more} | {word for word in named.values() if len(word) > 1}
 
 
 def is_markup(word):
@@ -174,14 +233,24 @@ def is_markup(word):
     return len(word) > 2 and word[0] in "<[" and word[-1] in ">]" and not any(map(str.isspace, word))
 
 
+def is_filler(word):
+    """<|dlm_pad|>, [PAD]. DiffuCoder fills what is left of its canvas so, whatever its files name."""
+    return is_markup(word) and word.strip("<[|]>").lower().split("_")[-1] == "pad"
+
+
 def pattern(words):
     """A regular expression of the spellings, each one a group, in the order given.
 
-    A token with lstrip or rstrip (Phi's <|end|>, BERT's [MASK]) takes the spaces beside it.
+    A token with lstrip or rstrip (Phi's <|end|>, BERT's [MASK]) takes the spaces beside it; one with
+    single_word has no letter beside it.
     """
-    spaces = lambda flag: r"\s*" if flag else ""
-    return re.compile("|".join(spaces(flags["lstrip"]) + f"({re.escape(word)})" + spaces(flags["rstrip"])
-                               for word, flags in words) or "(?!)")
+    choices = []
+    for word, flags in words:
+        choice = f"({re.escape(word)})"
+        if flags["single_word"]:
+            choice = rf"(?<!\w){choice}(?!\w)"
+        choices.append(r"\s*" * flags["lstrip"] + choice + r"\s*" * flags["rstrip"])
+    return re.compile("|".join(choices) or "(?!)")
 
 
 # -- the libraries ------------------------------------------------------------------------------------------

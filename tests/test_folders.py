@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny
 from reference import plain
 from safetensors.torch import save_file
-from test_tokenizer import dream, llada
+from layouts import dream, llada
 
 import generate
 from hub.checkpoint import FAMILIES, checkpoint_names, load
