@@ -86,19 +86,21 @@ class Engine:
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
-                    dtype="float32", cache_mb=256, max_batch=8, **options):
+                    dtype="float32", cache_mb=256, max_batch=8, template_vars=None, **options):
         """An engine on a model folder: weights, depth table and, if there is one, the tokenizer.
 
+        template_vars: values for the variables of its chat template, as {"enable_thinking": True}.
         Raises ValueError for a folder that cannot be used, naming what is wrong with it.
         """
         from tokenizer import Tokenizer
+        tokenizer = Tokenizer.from_folder(path, template_vars=template_vars)
         model = load(path, device, dtype)
         model = model if options.get("compile") else model.pack()
         table = None
         if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
             table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already
         return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
-                   max_batch=max_batch, table=table, tokenizer=Tokenizer.from_folder(path),
+                   max_batch=max_batch, table=table, tokenizer=tokenizer,
                    key=fingerprint(path), **options)
 
     # -- the public calls ------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 """Chat templates are somebody else's programs: what they may use, what goes wrong, what a user may set."""
+import shutil
+
 import pytest
 
 from layouts import DREAM_CHAT, LLADA_CHAT, TINY_CHAT, ask, dream, flat, llada, tiny, write
@@ -150,3 +152,15 @@ def test_template_surroundings(tmp_path):
     ids, _ = tok.chat([{"role": "user", "content": "<|mask|> é\n"}])
     assert tok.decode(ids) == '20\n"<|mask|> é\\n"'
     assert tok.mask_id not in ids and ids[-1] == tok.special["<|end|>"]
+
+
+def test_the_engine_passes_them_on(text_folder, tmp_path):
+    """Promise: Engine.from_folder takes template_vars, and refuses a wrong name before weights load."""
+    from engine import Engine
+    with pytest.raises(ValueError, match="'thinking', which the chat template does not take"):
+        Engine.from_folder(text_folder, template_vars={"thinking": True})
+    folder = shutil.copytree(text_folder, tmp_path / "model")
+    write(folder, chat_template_jinja=QWEN3_CHAT)
+    engine = Engine.from_folder(folder, template_vars={"enable_thinking": True})
+    assert "think" not in chat_text(engine.tokenizer)
+    assert "think" in chat_text(Engine.from_folder(folder).tokenizer)
