@@ -1,10 +1,10 @@
 """Which tokens a step commits: the plan of blocks and shares, and the choice from logits.
 
-All remasking strategies of LLaDA and Dream go through one path: `choose` turns the logits of the active rows
-into a token and a score each (on the device, inside the step), `select` takes the best scores (on the host).
-A strategy is a row of `request.REMASKING`: which score, and whether it is read at the sampling temperature.
-Checked against the authors' loops in tests/golden. Shape letters as in model.py; M active rows: those that
-can be committed in this step, and no others.
+All strategies go through one path: `choose` turns the logits of the active rows into a token and a score each
+(on the device, inside the step), `select` takes the best scores (on the host). How rows are ranked is a row
+of `request.REMASKING`: which score, and whether it is read at the sampling temperature; how many are taken is
+a `Share`. Checked against the authors' loops (tests/golden) and plain ones (tests/reference.py). Shape
+letters as in model.py; M active rows: those that can be committed in this step, and no others.
 """
 import math
 from collections import deque
@@ -16,15 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from request import REMASKING, Request
+from request import Request
 
 # -- the plan ------------------------------------------------------------------------------------------------
 
 
+class Share(NamedTuple):
+    """What a step commits of rows ranked by score: the n-th best, n = 1, 2, ..., if one of three holds.
+
+    n <= count; its score lies above log(above - factor / (n + 1)); the scores of those before it, which are
+    negative entropies then, add up to -entropy_bound or more. What stands here is met by none.
+    """
+    count: int
+    above: float = math.inf
+    factor: float = 0.0
+    entropy_bound: float = -math.inf
+
+
 @dataclass
 class Block:
-    """Places [lo, hi) of the generated region, decided together. `shares`: for each step still to come, how
-    many rows to commit at least, and the score above which all are."""
+    """Places [lo, hi) of the generated region, decided together, a `Share` for each step still to come."""
     lo: int
     hi: int
     shares: deque
@@ -33,9 +44,8 @@ class Block:
 def plan_blocks(r: Request) -> deque:
     """The blocks of a request, in order; the last may be shorter.
 
-    With steps: even shares, the remainder on the first steps (LLaDA), or Dream's schedule. With a threshold,
-    or with neither, at least one token a step. A step that would commit nothing is left out: it would change
-    nothing.
+    With steps: even shares, the remainder on the first steps (LLaDA), or Dream's schedule. Without: at least
+    one token a step. A step that would commit nothing is left out: it would change nothing.
     """
     G, block = r.gen_length, r.block_length or r.gen_length
     spans = [(lo, min(lo + block, G)) for lo in range(0, G, block)]
@@ -43,25 +53,37 @@ def plan_blocks(r: Request) -> deque:
     for lo, hi in spans:
         size = hi - lo
         steps = size if r.steps is None else min(r.steps // len(spans), size)
-        share, rest = divmod(size, steps)
-        shares = [(share + (i < rest), math.inf) for i in range(steps)]
-        if r.threshold is not None:
-            shares = [(1, math.log(r.threshold))] * size
         if r.eps is not None:
             shares = _dream_shares(size, steps, r)
+        elif r.steps is not None:
+            shares = [Share(size // steps + (i < size % steps)) for i in range(steps)]
+        else:
+            shares = [_parallel(r)] * size
         blocks.append(Block(lo, hi, deque(shares)))
     return blocks
 
 
+def _parallel(r: Request) -> Share:
+    """The best row, and all that are sure enough."""
+    if r.threshold is not None:                 # Fast-dLLM, algorithm 1
+        return Share(1, above=r.threshold)
+    if r.factor is not None:                    # Fast-dLLM, theorem 1: so n rows are sure together
+        return Share(1, above=1, factor=r.factor)
+    if r.entropy_bound is not None:             # EB-sampler (arXiv 2505.24857)
+        return Share(1, entropy_bound=r.entropy_bound)
+    return Share(1)
+
+
 def _dream_shares(masks: int, steps: int, r: Request) -> list:
     t = torch.linspace(1, r.eps, steps + 1)                     # float32, as the authors compute it
-    if r.remasking == "origin":                           # uniform scores above s/t: with probability 1 - s/t
-        return [(0, float(t[i + 1] / t[i])) for i in range(steps - 1)] + [(masks, math.inf)]
+    if r.remasking == "origin":             # uniform draws above s/t: each row with probability 1 - s/t
+        return [Share(0, above=float(t[i + 1] / t[i])) for i in range(steps - 1)] + [Share(masks)]
     shares = []
     for i in range(steps):
         n = int(masks * (1 - t[i + 1] / t[i])) if i < steps - 1 else masks
         masks -= n
-        shares += [(n, math.inf)] * (n > 0)
+        if n:
+            shares.append(Share(n))
     return shares
 
 
@@ -100,14 +122,14 @@ def rules_for(requests: list, steps: list, places: list, rows: int, vocab: int) 
         temperature = spread([r.temperature for r in requests], torch.float32)
         place = F.pad(torch.cat(places), (0, rows - int(sizes.sum())))
         sample = temperature, spread([r.seed for r in requests]), spread(steps), place
-        if any(r.temperature and REMASKING[r.remasking][1] for r in requests):
-            tempered = spread([REMASKING[r.remasking][1] for r in requests], torch.bool)
+        if any(r.temperature and r.score[1] for r in requests):
+            tempered = spread([r.score[1] for r in requests], torch.bool)
     if any(r.top_p < 1 or r.top_k for r in requests):
         top_p = spread([r.top_p for r in requests], torch.float32)
         nucleus = top_p, spread([r.top_k or vocab for r in requests])
     if any(r.logits_eos_inf for r in requests):
         no_eos = spread([r.logits_eos_inf for r in requests], torch.bool)
-    stats = any(REMASKING[r.remasking][0] in ("entropy", "margin") for r in requests)
+    stats = any(r.score[0] in ("entropy", "margin") for r in requests)
     if any(r.cfg_scale for r in requests):
         guided = spread([r.cfg_scale > 0 for r in requests], torch.bool)
         at = torch.arange(rows)                          # a row without guidance is its own guide, at scale 0
@@ -154,13 +176,13 @@ def scores_for(r: Request, step: int, places: Tensor, token: Tensor, stats: list
                last: set) -> Tensor:
     """The scores (m,) float64 by which `select` ranks one request's rows, from what
     `choose` told of them: log-probability, negative entropy, margin, each (m,)."""
-    kind = REMASKING[r.remasking][0]
+    kind = r.score[0]
 
     def draw(stream):                   # behind the token draws
         key = torch.full_like(places, r.seed), torch.full_like(places, step), places
         return kernels.uniform(*key, torch.tensor([vocab + stream]))[:, 0].double()
 
-    score = draw(0) if kind == "random" else stats[("probability", "entropy", "margin").index(kind)]
+    score = draw(0).log() if kind == "random" else stats[("probability", "entropy", "margin").index(kind)]
     if r.alg_temp:             # Gumbel-top-k: drawing without replacement from softmax(confidence / alg_temp)
         score = (score.exp() if kind == "probability" else score) / r.alg_temp - (-draw(1).log()).log()
     if r.confidence_eos_eot_inf:
@@ -168,10 +190,13 @@ def scores_for(r: Request, step: int, places: Tensor, token: Tensor, stats: list
     return score
 
 
-def select(scores: Tensor, count: Tensor, above: Tensor) -> Tensor:
-    """Which rows to commit, bool (B, C), by scores (B, C), -inf where there is no row; count and above (B,).
-
-    The `count` best, and all that score higher than `above`. Equal scores: the earlier row first.
-    """
-    rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return ((rank < count[:, None]) | (scores > above[:, None])) & (scores > float("-inf"))
+def select(scores: Tensor, shares: Tensor) -> Tensor:
+    """Which rows to commit, bool (B, C): what the shares (B, 4), a `Share` each, say of the scores (B, C),
+    -inf where there is no row. Of equal scores the earlier row is the better one."""
+    count, above, factor, entropy_bound = shares[:, :, None].unbind(1)                      # (B, 1) each
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    ranked, n = scores.gather(1, order), torch.arange(1, scores.shape[1] + 1)
+    spent = F.pad(-ranked.cumsum(1)[:, :-1], (1, 0))        # by the better rows
+    sure = ranked > (above - factor / (n + 1)).clamp(min=0).log()
+    taken = (n <= count) | sure | (spent <= entropy_bound)
+    return (taken & (ranked > float("-inf"))).gather(1, order.argsort(dim=1))

@@ -297,8 +297,7 @@ class Engine:
             scores[b, :sizes[b]] = decoding.scores_for(run.request, run.forwards, places, tokens[b], own,
                                                        self.model.config.vocab, self.eos_ids)
         shares = [run.blocks[0].shares.popleft() for run in group]
-        shares = torch.tensor(shares, dtype=torch.float64)                                  # (B, 2)
-        chosen = decoding.select(scores, shares[:, 0], shares[:, 1])
+        chosen = decoding.select(scores, torch.tensor(shares, dtype=torch.float64))
         for run, window, places, new, picked in zip(group, layout.windows, layout.places, tokens, chosen):
             if run.cancelled:               # by the listener, since this pass began
                 continue

@@ -52,6 +52,10 @@ def parse(argv=None) -> argparse.Namespace:
     add("--block-length", type=int, help="decide the answer in blocks of so many tokens, in order (default: one block)")
     add("--threshold", type=float,
         help="commit all tokens above this probability, at least one a step; instead of --steps")
+    add("--factor", type=float,
+        help="commit the n-th best token while its probability lies above 1 - FACTOR / (n + 1); instead of --steps")
+    add("--entropy-bound", type=float, metavar="NATS",
+        help="commit the surest tokens while the entropies of those before add up to no more; instead of --steps")
     add("--temperature", type=float, help="0 (default) takes the likeliest token, above draws")
     add("--remasking", help="low_confidence (default), random, maskgit_plus, entropy, topk_margin or origin")
     add("--seed", type=int, help="of the draws (default 0)")

@@ -6,6 +6,7 @@ A request that passes `check` can be decoded by any model of that vocabulary and
 room for it is the engine's question. Every refusal is a ValueError that names the value, the limit and the
 remedy (tests/test_errors.py).
 """
+import math
 import operator
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ REMASKING = {
     "topk_margin": ("margin", True),
     "origin": ("random", True),                     # each row by itself, with probability 1 - s/t
 }
+PACES = ("steps", "threshold", "factor", "entropy_bound")       # what says how many tokens a step commits
 
 
 @dataclass
@@ -31,9 +33,13 @@ class Request:
     """One prompt to complete. Lengths are in tokens.
 
     prefix_len: how many leading ids are shared with other requests; None takes the longest stored prefix, if
-    any. At least one prompt token is left outside the prefix. steps counts the whole request; steps and
-    threshold exclude each other, neither means one token a step. block_length None: one block. temperature 0
-    is arg-max. salt separates tenants: a prefix is found only under the salt it was stored with.
+    any. At least one prompt token is left outside the prefix. block_length None: one block. temperature 0 is
+    arg-max. salt separates tenants: a prefix is found only under the salt it was stored with.
+
+    How many tokens a step commits is said by one of: steps, forward passes for the whole request; threshold,
+    all above this probability; factor, the n-th best while it lies above 1 - factor / (n + 1) (Fast-dLLM);
+    entropy_bound, by rising entropy while the entropies of those before add up to no more, in nats
+    (EB-sampler). All but steps take the best row anyway. Without any of them it is one token a step.
 
     eps: Dream's schedule, timesteps linear from 1 to eps over `steps`, int(masks * (1 - s/t)) tokens each.
     alg_temp: draw the rows to commit instead of taking the best (Dream). top_p, top_k: draw from a part of
@@ -46,6 +52,8 @@ class Request:
     steps: int | None = None
     block_length: int | None = None
     threshold: float | None = None
+    factor: float | None = None
+    entropy_bound: float | None = None
     temperature: float = 0.0
     seed: int = 0
     remasking: str = "low_confidence"
@@ -58,6 +66,12 @@ class Request:
     cfg_scale: float = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
+
+    @property
+    def score(self) -> tuple[str, bool]:
+        """What ranks the rows, and whether it is read at the sampling temperature."""
+        kind, tempered = REMASKING[self.remasking]
+        return kind if self.entropy_bound is None else "entropy", tempered
 
 
 @dataclass
@@ -206,16 +220,7 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
         ids = [whole("a token of the prompt", t) for t in ([] if isinstance(r.prompt, str) else r.prompt)]
     except TypeError:
         raise ValueError(f"the prompt is {r.prompt!r}; it must be a list of token ids") from None
-    for name in ("prefix_len", "gen_length", "steps", "block_length", "seed", "top_k"):
-        if getattr(r, name) is not None or name in ("gen_length", "seed"):
-            whole(name, getattr(r, name))
-    for name in ("threshold", "temperature", "eps", "alg_temp", "top_p", "cfg_scale"):
-        value = getattr(r, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number and not (value is None and name in ("threshold", "eps")):
-            raise ValueError(f"{name} is {value!r}; it must be a number")
-    if not isinstance(r.salt, str):
-        raise ValueError(f"salt is {r.salt!r}; it must be a text")
+    _check_types(r)
     n, G = len(ids), r.gen_length
     if not n:
         raise ValueError("the prompt is empty; give at least one token id")
@@ -229,40 +234,73 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
     if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
         raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at "
                          "most that many")
+    _check_choice(r, vocab)
+    _check_pace(r, G)
+    return ids
+
+
+def _check_types(r: Request) -> None:
+    """ValueError unless numbers are numbers."""
+    for name in ("prefix_len", "gen_length", "steps", "block_length", "seed", "top_k"):
+        if getattr(r, name) is not None or name in ("gen_length", "seed"):
+            whole(name, getattr(r, name))
+    for name in (*PACES[1:], "temperature", "eps", "alg_temp", "top_p", "cfg_scale"):
+        value = getattr(r, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number and not (value is None and getattr(Request, name) is None):
+            raise ValueError(f"{name} is {value!r}; it must be a number")
+    if not isinstance(r.salt, str):
+        raise ValueError(f"salt is {r.salt!r}; it must be a text")
+
+
+def _check_choice(r: Request, vocab: int) -> None:
+    """ValueError unless it is clear which token a row gets."""
     if not 0 <= r.seed < 2**32:
         raise ValueError(f"seed is {r.seed}; it must be from 0 to 2**32 - 1")
+    for name in ("temperature", "alg_temp", "cfg_scale"):
+        value = getattr(r, name)
+        if value and not 1e-4 <= value <= 1e4:      # beyond, float32 has no room for the scores
+            raise ValueError(f"{name} is {value}; it must be 0 (off), or from 0.0001 to 10000")
+    if not 0 < r.top_p <= 1:
+        raise ValueError(f"top_p is {r.top_p}; it must be above 0 and at most 1")
+    if r.top_k is not None and not 1 <= r.top_k <= vocab:
+        raise ValueError(f"top_k is {r.top_k}; it must be from 1 to the vocabulary's size ({vocab})")
+
+
+def _check_pace(r: Request, G: int) -> None:
+    """ValueError unless it is clear which rows a step commits, of G in all."""
     block = G if r.block_length is None else r.block_length
     if not 1 <= block <= G:
         raise ValueError(f"block_length is {block}; it must be from 1 to gen_length ({G})")
     blocks = -(-G // block)
-    if r.steps is not None and r.threshold is not None:
-        raise ValueError(f"steps ({r.steps}) and threshold ({r.threshold}) exclude each other; give one")
+    paces = [name for name in PACES if getattr(r, name) is not None]
+    if len(paces) > 1:
+        given = " and ".join(f"{name} ({getattr(r, name)})" for name in paces)
+        raise ValueError(f"{given} exclude each other; give one")
     if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
         raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), "
                          f"from {blocks} to gen_length ({G}), so that each step commits a token")
     if r.threshold is not None and not 0 < r.threshold <= 1:
         raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
+    if r.factor is not None and not 0 < r.factor < math.inf:
+        raise ValueError(f"factor is {r.factor}; it must be above 0 (small is careful) and finite")
+    if r.entropy_bound is not None and not 0 <= r.entropy_bound < math.inf:
+        raise ValueError(f"entropy_bound is {r.entropy_bound}; it must be at least 0 (careful) and finite")
     if r.remasking not in REMASKING:
         raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
-    if r.threshold is not None and REMASKING[r.remasking][0] != "probability":
-        raise ValueError(f"threshold compares probabilities and remasking {r.remasking!r} has none; give "
+    kind, adaptive = REMASKING[r.remasking][0], paces and paces[0] != "steps"
+    if adaptive and r.entropy_bound is None and kind != "probability":
+        raise ValueError(f"{paces[0]} compares probabilities and remasking {r.remasking!r} has none; give "
                          "steps instead")
-    for name in ("temperature", "alg_temp", "cfg_scale"):
-        value = getattr(r, name)
-        if value and not 1e-4 <= value <= 1e4:      # beyond, float32 has no room for the scores
-            raise ValueError(f"{name} is {value}; it must be 0 (off), or from 0.0001 to 10000")
-    if r.alg_temp and (r.threshold is not None or REMASKING[r.remasking][0] == "random"):
-        raise ValueError("alg_temp draws the rows to commit by their scores; it has no effect with a "
-                         f"threshold or with remasking {r.remasking!r}: leave it at 0")
-    if not 0 < r.top_p <= 1:
-        raise ValueError(f"top_p is {r.top_p}; it must be above 0 and at most 1")
-    if r.top_k is not None and not 1 <= r.top_k <= vocab:
-        raise ValueError(f"top_k is {r.top_k}; it must be from 1 to the vocabulary's size ({vocab})")
+    if r.entropy_bound is not None and r.remasking not in ("low_confidence", "entropy"):
+        raise ValueError(f"entropy_bound ranks by entropy, remasking {r.remasking!r} does not; leave one out")
+    if r.alg_temp and (adaptive or kind == "random"):
+        raise ValueError("alg_temp draws the rows to commit by their scores; it has no effect with "
+                         f"threshold, factor, entropy_bound or remasking {r.remasking!r}: leave it at 0")
     if r.eps is not None and not 0 < r.eps < 1:
         raise ValueError(f"eps is {r.eps}; it must be between 0 and 1")
     if r.remasking == "origin" and r.eps is None:
         raise ValueError("remasking 'origin' follows Dream's schedule; give eps (Dream uses 0.001)")
-    if r.eps is not None and (r.threshold is not None or block < G):
-        raise ValueError("eps sets Dream's schedule over the whole answer; it goes with neither threshold "
-                         "nor block_length")
-    return ids
+    if r.eps is not None and (adaptive or block < G):
+        raise ValueError("eps sets Dream's schedule over the whole answer; it goes with steps alone, not "
+                         "with threshold, factor, entropy_bound or block_length")

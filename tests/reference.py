@@ -1,41 +1,65 @@
 """The plain loop: the whole canvas through the model at each step, one request, no cache. What the engine is
 tested against.
 
-Written from the papers alone (LLaDA algorithm 5, Fast-dLLM's threshold rule) and sharing no line with the
-engine.
+Written from the papers alone (LLaDA algorithm 5; threshold and factor: Fast-dLLM; entropy bound: EB-sampler)
+and sharing no line with the engine.
 """
 import torch
 
 
-def plain(model, prompt, gen_length, block_length=None, steps=None, threshold=None,
-          forward=None) -> tuple[list, int]:
-    """The generated ids, uncut, and the number of forward passes. `forward(ids (1, T)) -> logits` may be
-    replaced."""
-    c, block = model.config, block_length or gen_length
-    canvas = torch.tensor([prompt + [c.mask_id] * gen_length])
-    undecided = torch.zeros_like(canvas[0], dtype=torch.bool)
-    undecided[len(prompt):] = True
-    spans = [(lo, min(lo + block, gen_length)) for lo in range(0, gen_length, block)]
+def plain(model, prompt, gen_length=None, block_length=None, steps=None, threshold=None, factor=None,
+          entropy_bound=None, canvas=None, forward=None) -> tuple[list, int]:
+    """The ids behind the prompt, uncut, and the number of forward passes.
+
+    canvas: ids, MASK where open, instead of gen_length open places. `forward(ids (1, T)) -> logits` may be
+    replaced.
+    """
+    c = model.config
+    canvas = torch.tensor([prompt + (canvas or [c.mask_id] * gen_length)])
+    undecided = (canvas[0] == c.mask_id) & (torch.arange(canvas.shape[1]) >= len(prompt))
+    places = undecided.nonzero()[:, 0]
+    blocks = places.split(block_length or len(places))
     forwards = 0
-    for lo, hi in spans:
-        here = torch.zeros_like(undecided)
-        here[len(prompt) + lo:len(prompt) + hi] = True
-        quota = min(steps // len(spans), hi - lo) if steps else hi - lo
-        shares = [(hi - lo) // quota + (i < (hi - lo) % quota) for i in range(quota)]
-        while (undecided & here).any():
+    for block in blocks:
+        quota = min(steps // len(blocks), len(block)) if steps else len(block)
+        shares = [len(block) // quota + (i < len(block) % quota) for i in range(quota)]
+        while len(block):
             logits = (forward or model)(canvas)[0]
             forwards += 1
             if c.shift:
                 logits = torch.cat([logits[:1], logits[:-1]])
-            logp = logits.double().log_softmax(-1)
-            choice = logits.clone()
+            logp = logits[block].double().log_softmax(-1)
+            choice = logits[block].clone()
             choice[:, c.mask_id] = float("-inf")
             token = choice.argmax(-1)
-            score = logp.gather(1, token[:, None])[:, 0].masked_fill(~(undecided & here), float("-inf"))
-            commit = torch.zeros_like(undecided)
-            commit[score.argsort(descending=True, stable=True)[:1 if threshold else shares.pop(0)]] = True
-            if threshold:
-                commit |= score.exp() > threshold
-            canvas[0, commit] = token[commit]
-            undecided &= ~commit
+            score = logp.gather(1, token[:, None])[:, 0]
+            confidence, entropy = score.exp(), -(logp.exp() * logp).sum(1)
+            order = (score if entropy_bound is None else -entropy).argsort(descending=True, stable=True)
+            if threshold is not None:
+                n = max(1, int((confidence > threshold).sum()))
+            elif factor is not None:
+                n = count_by_factor(confidence[order].tolist(), factor)
+            elif entropy_bound is not None:
+                n = count_by_entropy(entropy[order].tolist(), entropy_bound)
+            else:
+                n = shares.pop(0)
+            canvas[0, block[order[:n]]] = token[order[:n]]
+            block = block[order[n:].sort().values]
     return canvas[0, len(prompt):].tolist(), forwards
+
+
+def count_by_factor(confidence: list, factor: float) -> int:
+    """How many of the best: the n-th while it lies above 1 - factor / (n + 1), the first anyway."""
+    n = 1
+    while n < len(confidence) and confidence[n] > 1 - factor / (n + 2):     # confidence[n] is the (n + 1)-th
+        n += 1
+    return n
+
+
+def count_by_entropy(entropy: list, bound: float) -> int:
+    """How many of the calmest: go on while the entropies already taken add up to at most `bound`."""
+    n, spent = 1, entropy[0]
+    while n < len(entropy) and spent <= bound:
+        spent += entropy[n]
+        n += 1
+    return n

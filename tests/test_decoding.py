@@ -7,15 +7,17 @@ the engine. One rule is ours: MASK is never committed, so it is left out of the 
 one, of the filter.
 """
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import prompt, tiny
-from reference import plain
+from reference import count_by_entropy, count_by_factor, plain
 
 import decoding
 import kernels
+from decoding import Share
 from engine import Engine, Request
 
 
@@ -48,6 +50,54 @@ def shifted(model, canvas):
     """logits (T, V) with row i for position i."""
     logits = model(canvas)[0]
     return torch.cat([logits[:1], logits[:-1]]) if model.config.shift else logits
+
+
+# -- how many a step commits ---------------------------------------------------------------------------------
+
+
+PARALLEL = [dict(factor=0.5), dict(factor=2.0), dict(factor=9.0), dict(threshold=0.05),
+            dict(entropy_bound=0), dict(entropy_bound=2.0), dict(entropy_bound=30.0)]
+
+
+@pytest.mark.parametrize("block", [None, 7])
+def test_parallel_decoding_is_its_plain_loop(model, block):
+    """Factor, entropy bound and threshold give the tokens and the number of passes of loops that recompute
+    the whole canvas, wherever nothing is approximated: alone, and all in one batch with an answer of one
+    token a step. Small settings commit one token a step, large ones all, those between something between."""
+    ids = prompt(13, seed=4)
+    expected = [plain(model, ids, 20, block, **how) for how in PARALLEL]
+    forwards = [n for _, n in expected]
+    assert max(forwards) == 20 and min(forwards) == (1 if block is None else 3) and len(set(forwards)) > 3
+    requests = [Request(ids, prefix_len=8, gen_length=20, block_length=block, stop_at_eos=False, **how)
+                for how in PARALLEL]
+    for kw in (dict(cache="none"), dict(cache="bicache", depth=0, refresh=1), dict(cache="intra", refresh=1)):
+        alone = [run(model, request, **kw)[0] for request in requests]
+        assert [(r.tokens, r.forwards) for r in alone] == expected
+        neighbour = Request(prompt(9, seed=5), gen_length=11, steps=11)
+        _, *batch = run(model, neighbour, *requests, **kw)
+        assert [(r.tokens, r.forwards) for r in batch] == expected
+
+
+def test_select_is_the_plain_rules():
+    """One call for a batch of all rules gives each row what its rule gives alone: counts taken from the best
+    on, of equal scores the earlier, nothing where there is no row."""
+    g = torch.Generator().manual_seed(0)
+    for trial in range(50):
+        sizes = torch.randint(1, 12, (6,), generator=g).tolist()
+        scores = torch.full((6, 12), -torch.inf, dtype=torch.float64)
+        for b, size in enumerate(sizes):
+            scores[b, :size] = torch.rand(size, generator=g).mul(9).round().add(1).div(10).log()     # with equals
+        f, bound, t = (float(x) for x in torch.rand(3, generator=g) * torch.tensor([8, 8, 1]))
+        shares = [Share(3), Share(1, above=t), Share(1, above=1, factor=f), Share(1, entropy_bound=bound),
+                  Share(0, above=t), Share(0)]
+        chosen = decoding.select(scores, torch.tensor(shares, dtype=torch.float64))
+        ranked = [sorted(row[:size].tolist(), reverse=True) for row, size in zip(scores, sizes)]
+        likely = [sum(score > math.log(t) for score in row) for row in ranked]
+        counts = [min(3, sizes[0]), max(1, likely[1]), count_by_factor([math.exp(x) for x in ranked[2]], f),
+                  count_by_entropy([-x for x in ranked[3]], bound), likely[4], 0]
+        for row, size, count, picked in zip(scores, sizes, counts, chosen):
+            order = sorted(range(size), key=lambda i: (-float(row[i]), i))
+            assert picked.nonzero()[:, 0].tolist() == sorted(order[:count]), trial
 
 
 # -- Dream ---------------------------------------------------------------------------------------------------
@@ -107,7 +157,7 @@ def test_dream_schedule():
             masks -= n
             expected += [n] if n else []
         block, = decoding.plan_blocks(Request([1], gen_length=G, steps=steps, eps=eps, remasking="entropy"))
-        assert [n for n, _ in block.shares] == expected and sum(expected) == G
+        assert [share.count for share in block.shares] == expected and sum(expected) == G
 
 
 def test_origin_commits_each_row_by_itself(model):

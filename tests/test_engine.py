@@ -87,6 +87,8 @@ MIXED = [
     dict(prefix_len=10, gen_length=10, top_p=0.8, top_k=20, temperature=1.2, seed=9,
          confidence_eos_eot_inf=True),
     dict(prefix_len=70, gen_length=11, logits_eos_inf=True, stop_at_eos=False),
+    dict(prefix_len=70, gen_length=14, block_length=7, factor=2.0),
+    dict(prefix_len=70, gen_length=13, entropy_bound=1.0, temperature=0.7, seed=3),
 ]
 
 

@@ -64,7 +64,19 @@ GOOD = dict(prompt=[1, 2, 3], gen_length=8)
     (dict(cfg_scale=-1), "cfg_scale is -1"),
     (dict(eps=1.0), "eps is 1.0"),
     (dict(remasking="origin"), "give eps"),
-    (dict(eps=0.001, block_length=4), "neither threshold nor block_length"),
+    (dict(eps=0.001, block_length=4), "with steps alone, not"),
+    (dict(eps=0.001, factor=1.0), "with steps alone, not"),
+    (dict(factor=0.0), "factor is 0.0; it must be above 0"),
+    (dict(factor=math.inf), "factor is inf"),
+    (dict(factor="1"), "factor is '1'; it must be a number"),
+    (dict(factor=1.0, steps=4), "steps \\(4\\) and factor \\(1.0\\) exclude each other"),
+    (dict(factor=1.0, remasking="topk_margin"), "factor compares probabilities"),
+    (dict(factor=1.0, alg_temp=0.5), "leave it at 0"),
+    (dict(entropy_bound=-0.1), "entropy_bound is -0.1; it must be at least 0"),
+    (dict(entropy_bound=math.nan), "entropy_bound is nan"),
+    (dict(entropy_bound=1, factor=1, threshold=0.5), "threshold \\(0.5\\) and factor .* and entropy_bound"),
+    (dict(entropy_bound=1, remasking="random"), "ranks by entropy, remasking 'random' does not"),
+    (dict(entropy_bound=1, alg_temp=0.5), "leave it at 0"),
 ])
 def test_bad_request(llada, bad, says, monkeypatch):
     """Refused at the call of `stream`, before anything runs, also when it is the second of two; then it is named."""
