@@ -83,27 +83,32 @@ def alike(a: list, b: list) -> torch.Tensor:
 
 
 def show_prefix(engine, document: str, questions: list, gen_length: int) -> str:
-    """A line of means for each pair, a column a layer; then the tokens that each question changes most, in
-    the first layer where a mean is below CHANGED."""
+    """A line of means for each pair of runs, a column a layer; then the tokens that each question changes
+    most, in the first layer where a mean is below CHANGED."""
     model, decode = engine.model, engine.tokenizer.decode
-    runs = {}
-    for question in questions:
+    names, runs, pairs = {}, {}, []
+    for letter, question in zip("ABCDEFGH", questions):
         ids, P = engine.tokenizer.render({"prefix": document, "prompt": question})
         engine.check(Request(ids, prefix_len=P, gen_length=gen_length))
+        answer, *_ = passes(model, ids, gen_length, threshold=0.9)[-1]
+        names[question] = letter
         runs["alone"] = prefix_kv(model, ids[:P], P)
-        runs[question] = prefix_kv(model, ids + [model.config.mask_id] * gen_length, P)
-    names = {"alone": "alone", **{question: chr(ord("A") + i) for i, question in enumerate(questions)}}
-    pairs = [("alone", question) for question in questions] + list(zip(questions, questions[1:]))
-    lines = [f"{names[question]}  {question}" for question in questions]
-    lines += ["", f"layer     {''.join(f'{i:8}' for i in range(len(model.layers)))}"]
+        runs[letter] = prefix_kv(model, ids + [model.config.mask_id] * gen_length, P)
+        runs[letter + "+"] = prefix_kv(model, ids + answer, P)
+        pairs.append(("alone", letter))
+    pairs += list(zip(names.values(), list(names.values())[1:]))
+    pairs += [(letter, letter + "+") for letter in names.values()]
+    lines = [f"{letter}  {question}" for question, letter in names.items()]
+    lines += ["+  with the answer in place of the masks", ""]
+    lines.append(f"layer     {''.join(f'{i:8}' for i in range(len(model.layers)))}")
     for one, other in pairs:
         values = "".join(f"{mean:8.4f}" for mean in alike(runs[one], runs[other]).mean(1))
-        lines.append(f"{names[one] + ', ' + names[other]:10}{values}")
-    cosines = {question: alike(runs["alone"], runs[question]) for question in questions}
+        lines.append(f"{one + ', ' + other:10}{values}")
+    cosines = {letter: alike(runs["alone"], runs[letter]) for letter in names.values()}
     changed = (torch.stack([cosine.mean(1) for cosine in cosines.values()]).amin(0) < CHANGED).nonzero()
     layer = int(changed[0]) if len(changed) else len(model.layers) - 1
-    for question, cosine in cosines.items():
-        lines.append(f"\nwhat {names[question]} changes most in layer {layer}")
+    for letter, cosine in cosines.items():
+        lines.append(f"\nwhat {letter} changes most in layer {layer}")
         for at in cosine[layer].argsort()[:WORST].tolist():
             around = ids[max(0, at - 5):at], ids[at:at + 1], ids[at + 1:P][:3]
             before, token, after = (decode(part) for part in around)
@@ -125,6 +130,8 @@ def main(argv=None) -> int:
     try:
         if args.what == "prefix" and (args.block_length or args.threshold):
             raise ValueError("--block-length and --threshold have an effect only with canvas; leave them out")
+        if len(args.prompt or ()) > 8:
+            raise ValueError(f"--prompt is given {len(args.prompt)} times; prefix takes 8 at most")
         if args.what == "canvas" and len(args.prompt or ()) > 1:
             raise ValueError(f"--prompt is given {len(args.prompt)} times; canvas shows one answer: give one")
         engine = Engine.from_folder(args.model, cache="none")
