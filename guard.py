@@ -24,7 +24,9 @@ from cache import PAGE, Cache, Entry, count_pages
 from model import Transformer, rotate
 from request import Running, whole
 
-SHARE = 0.02            # of all token-layers may go into measuring: half into the first look at a prefix, half into further ones
+# The part of all token-layers that may go into measuring, half of it into the first look at a prefix, half
+# into further ones.
+SHARE = 0.02
 FREE = 8                # measurements of an engine that need not wait for that
 BINS = (0, *depths.RATIOS)
 
@@ -40,8 +42,8 @@ def compare(model: Transformer, cache: Cache, entry: Entry, canvas: Tensor, laye
     gqa = model.config.heads != model.config.kv_heads
     for i, layer in enumerate(model.layers[:layers]):
         pages = cache.kv[cache.table[entry.id, i, :count_pages(P)].long()]              # (n, 2, K, page, D)
-        shared = pages.permute(1, 0, 3, 2, 4).reshape(2, len(pages) * PAGE, -1)[:, :P]              # (2, P, K * D)
-        skip = len(canvas) if i == layers - 1 else 0                                    # nobody reads what comes out of it
+        shared = pages.permute(1, 0, 3, 2, 4).reshape(2, len(pages) * PAGE, -1)[:, :P]  # (2, P, K * D)
+        skip = len(canvas) if i == layers - 1 else 0            # nobody reads what comes out of the last one
 
         def attend(q, k, v):
             k = rotate(k, *rope)
@@ -55,16 +57,21 @@ def compare(model: Transformer, cache: Cache, entry: Entry, canvas: Tensor, laye
 def check(measure, self_profile, table, auto: bool) -> None:
     """ValueError unless the engine's options fit each other and a depth that is looked up (`auto`)."""
     if not auto and (measure or self_profile):
-        raise ValueError("measure and self_profile have an effect only with cache 'bicache' and depth 'auto'; leave them out")
+        raise ValueError("measure and self_profile have an effect only with cache 'bicache' and depth "
+                         "'auto'; leave them out")
     if self_profile is not None:
-        if isinstance(self_profile, bool) or not isinstance(self_profile, (int, float)) or not 0 < self_profile <= 1:
-            raise ValueError(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most 1, like 0.97")
+        number = isinstance(self_profile, (int, float)) and not isinstance(self_profile, bool)
+        if not number or not 0 < self_profile <= 1:
+            raise ValueError(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most "
+                             "1, like 0.97")
         if table:
             raise ValueError("self_profile and table exclude each other: either measures or trusts; give one")
     if measure is not None and whole("measure", measure) < (1 if self_profile else 0):
-        raise ValueError(f"measure is {measure}; it must be 1 or more{' with self_profile' if self_profile else ', or 0 for never'}")
+        least = "1 or more with self_profile" if self_profile else "1 or more, or 0 for never"
+        raise ValueError(f"measure is {measure}; it must be {least}")
     if measure and not table and not self_profile:
-        raise ValueError(f"measure is {measure} and there is no depth table to hold against; leave it out, or set self_profile")
+        raise ValueError(f"measure is {measure} and there is no depth table to hold against; leave it out, "
+                         "or set self_profile")
 
 
 @dataclass
@@ -85,8 +92,10 @@ class Guard:
     """
     KNOWN = 1024
 
-    def __init__(self, model: Transformer, cache: Cache, threshold: float, trust: bool, every: int | None = None):
-        self.model, self.cache, self.threshold, self.trust, self.every = model, cache, threshold, trust, every or 16
+    def __init__(self, model: Transformer, cache: Cache, threshold: float, trust: bool,
+                 every: int | None = None):
+        self.model, self.cache = model, cache
+        self.threshold, self.trust, self.every = threshold, trust, every or 16
         self.bins = OrderedDict()               # (prefix, percent, table's depth) -> Bin
         self.samples, self.spent = 0, [0, 0]    # token-layers of first and of further measurements
 
@@ -94,7 +103,8 @@ class Guard:
         """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that
         was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
-        table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in BINS if (prefix, at, limit) in self.bins}
+        known = [at for at in BINS if (prefix, at, limit) in self.bins]
+        table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in known}
         if self.trust:
             depth = min(limit, table.get(here, limit))
         else:                                   # the larger r, the more alike: a smaller bin's depth will do
@@ -113,7 +123,8 @@ class Guard:
         entry, key = run.lease.entry, self._key(run)
         if entry is None:
             return False
-        layers = min(run.table_depth + 1, self.model.config.layers)         # depth d lives from the K/V of layer d, too
+        # Depth d lives from the K/V of layer d, too.
+        layers = min(run.table_depth + 1, self.model.config.layers)
         cost = (layers - 0.5) * run.total                   # the last one gives K and V only
         bin = self.bins.get(key) or Bin()
         bin.refreshes += 1
@@ -121,7 +132,8 @@ class Guard:
         waits = self.samples >= FREE and self.spent[again] + cost > SHARE / 2 * work
         if again and bin.refreshes % self.every or waits and (again or self.trust):
             return False
-        values = compare(self.model, self.cache, entry, torch.cat([torch.tensor(entry.ids), run.suffix]), layers)
+        canvas = torch.cat([torch.tensor(entry.ids), run.suffix])
+        values = compare(self.model, self.cache, entry, canvas, layers)
         self.spent[again] += cost
         run.measure_token_layers += cost
         if not values.isfinite().all():         # the step will say so; of the prefix it says nothing
@@ -137,7 +149,8 @@ class Guard:
 
     def _key(self, run: Running) -> tuple:
         # A hash and no ids to confirm it: the wrong prefix' mean could only choose a depth up to the table's.
-        return hash((run.request.salt, *run.prompt[:run.prefix_len])), ratio_bin(run.prefix_len, run.total), run.table_depth
+        prefix = hash((run.request.salt, *run.prompt[:run.prefix_len]))
+        return prefix, ratio_bin(run.prefix_len, run.total), run.table_depth
 
     def _safe(self, mean: Tensor) -> int:
         unknown = self.model.config.layers - len(mean)      # deeper than the table goes

@@ -6,6 +6,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from profiler import similarity     # noqa: E402
 
 TINY = ROOT / "checkpoints" / "tiny"
-SMALL = ["--model", str(TINY), "--questions", "1", "--ratios", "0.7", "--max-batch", "2", "--few", "1", "--slow", "1", "--states", "1"]
+SMALL = ["--model", str(TINY), "--questions", "1", "--ratios", "0.7", "--max-batch", "2", "--few", "1",
+         "--slow", "1", "--states", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +33,17 @@ def questions():
 
 # -- questions
 
+
 def test_as_many_questions_of_each_kind_at_each_ratio(questions):
     """The ratio is met to within two points, and nearly always to one; no answer is longer than its masks."""
-    assert Counter((q.kind, q.target) for q in questions) == {(kind, r): 2 for kind in staff.KINDS for r in RATIOS}
+    every = {(kind, r): 2 for kind in staff.KINDS for r in RATIOS}
+    assert Counter((q.kind, q.target) for q in questions) == every
     tokenizer = Tokenizer.from_folder(TINY)
     for q in questions:
         assert abs(q.ratio - q.target) < 0.02 and len(q.prompt) + q.gen_length <= 1024
         assert len(tokenizer.encode(q.answer)) < q.gen_length
         shared = next(other for other in questions if other.document == q.document)
-        assert q.prompt[:q.prefix_len] == shared.prompt[:q.prefix_len], "the questions on a document stand behind one prefix"
+        assert q.prompt[:q.prefix_len] == shared.prompt[:q.prefix_len], "questions on one list share a prefix"
     assert sum(abs(q.ratio - q.target) < 0.01 for q in questions) > 0.9 * len(questions)
 
 
@@ -47,7 +51,8 @@ def test_questions_are_held_out_and_have_one_answer(questions, monkeypatch):
     """Their seeds are their own, so is each list; a question is asked once, and the texts agree that its
     answer is the only one."""
     seeds = []
-    monkeypatch.setattr("bench.asked.random.Random", lambda seed, real=staff.random.Random: seeds.append(seed) or real(seed))
+    real = staff.random.Random
+    monkeypatch.setattr("bench.asked.random.Random", lambda seed: seeds.append(seed) or real(seed))
     tokenizer = Tokenizer.from_folder(TINY)
     assert draw_questions(tokenizer, 2, (0.5,)) and draw_questions(tokenizer, 2, (0.5,), seed=1)
     assert len({*seeds}) == len(seeds) and all(seed.startswith("accuracy/") for seed in seeds)
@@ -57,8 +62,10 @@ def test_questions_are_held_out_and_have_one_answer(questions, monkeypatch):
     for q in questions:
         text = tokenizer.decode(q.prompt[:q.prefix_len])
         if found := re.fullmatch(r"Who (?:is in|has) room (\d+)\?", q.own):
-            named = re.findall(rf"(\w+) (?:is in|works in \w+, in|has) room {found[1]}\b|(\w+) reports to \w+ and is in room {found[1]}\b"
-                               rf"|(\w+) leads the team and is in room {found[1]}\b", text.split("?")[0])
+            said = rf"room {found[1]}\b"
+            named = re.findall(rf"(\w+) (?:is in|works in \w+, in|has) {said}"
+                               rf"|(\w+) reports to \w+ and is in {said}"
+                               rf"|(\w+) leads the team and is in {said}", text.split("?")[0])
             assert len({*filter(None, sum(named, ()))}) == 1, (q.own, text)
         if found := re.fullmatch(r"How many people (?:are|work) in (\w+)\?", q.own):
             listed = re.match(r"\s*Staff list:.*?\.(?=\s*(?:Wh|How|$))", text)[0]
@@ -82,8 +89,8 @@ def test_setups_cover_modes_depths_intervals_and_windows():
     setups = make_setups(8, 120, 48, 0)
     assert len({s.name for s in setups}) == len(setups)
     whole = {(s.cache, s.window, s.refresh, s.depth) for s in setups if s.asked is None}
-    assert {("bicache", "all", "16", d) for d in (*range(9), "auto")} | {(c, w, None, None) for c in ("none", "naive")
-                                                                       for w in ("all", "block")} <= whole
+    depths = {("bicache", "all", "16", d) for d in (*range(9), "auto")}
+    assert depths | {(c, w, None, None) for c in ("none", "naive") for w in ("all", "block")} <= whole
     for cache, depth in (("intra", None), ("bicache", "auto")):
         every = {(s.refresh, s.window) for s in setups if (s.cache, s.depth) == (cache, depth)}
         assert every == {(R, w) for R in ("1", "4", "16", "inf") for w in ("all", "block")}
@@ -101,16 +108,18 @@ def test_a_setup_is_the_engine_it_is_called(questions):
         assert s.depth is None or engine.admission.depth == s.depth
         assert (engine.guard is not None) == (s.depth == "auto" and s.guard)
     args, few = accuracy.parse(["--quick", "--max-batch", "2"]), [0, 1]
-    fast, slow = (accuracy.run(Setup("bicache", depth="auto", refresh="16", pace=pace), folder, questions, few, args)
-                  for pace in accuracy.PACES)
+    at = lambda pace: Setup("bicache", depth="auto", refresh="16", pace=pace)
+    fast, slow = (accuracy.run(at(pace), folder, questions, few, args) for pace in accuracy.PACES)
     assert slow["forwards"] > fast["forwards"] and max(fast["forwards"]) < 5
     assert sum(fast["work"]) == sum(fast["total"].values()) and min(fast["total"].values()) > 0
 
 
 # -- statistics
 
-@pytest.mark.parametrize("right, n, low, high", [      # Newcombe 1998 (Statist. Med. 17, 857), table I, method 3
-    (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1.0)])
+
+@pytest.mark.parametrize("right, n, low, high", [   # Newcombe 1998 (Statist. Med. 17, 857), table I, method 3
+    (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718),
+    (29, 29, 0.8830, 1.0)])
 def test_wilson(right, n, low, high):
     assert report.wilson(right, n) == pytest.approx((low, high), abs=6e-5)
 
@@ -132,7 +141,8 @@ def test_paired_interval_covers(lost, won, n=60):
         for c in range(n + 1 - b):
             _, low, high = report.paired(b, c, n)
             if low <= 100 * (won - lost) <= high:
-                covered += (fact(n) // fact(b) // fact(c) // fact(n - b - c)) * lost**b * won**c * (1 - lost - won)**(n - b - c)
+                ways = fact(n) // fact(b) // fact(c) // fact(n - b - c)
+                covered += ways * lost**b * won**c * (1 - lost - won)**(n - b - c)
     assert covered > 0.94
 
 
@@ -151,7 +161,8 @@ def test_states_are_those_of_the_profiler(questions):
     assert pair[0].document == pair[1].document
     one = accuracy.states(model, pair, 1)["lookup"]
     canvas = pair[0].prompt + [model.config.mask_id] * pair[0].gen_length
-    assert torch.allclose(torch.tensor(one["alone"][0], dtype=torch.float64), similarity(model, [canvas], [pair[0].prefix_len])[0], atol=1e-5)
+    theirs = similarity(model, [canvas], [pair[0].prefix_len])[0]
+    assert torch.allclose(torch.tensor(one["alone"][0], dtype=torch.float64), theirs, atol=1e-5)
     for kind in staff.KINDS:
         assert ours[kind]["n"] == 1 and ours[kind]["between"][0][0] == 1.0
         mean, decile, lowest = torch.tensor(ours[kind]["between"]).unbind()
@@ -160,12 +171,14 @@ def test_states_are_those_of_the_profiler(questions):
 
 # -- files and the command
 
+
 @pytest.fixture(scope="module")
 def setups():
     """Few, for the tests: the real list has 48."""
-    return [Setup("none"), Setup("none", "block"), Setup("naive"), Setup("intra", refresh="16"), Setup("bicache", refresh="16", depth="auto"),
-            Setup("bicache", refresh="16", depth="auto", guard=False), *(Setup("bicache", refresh="16", depth=d) for d in range(9)),
-            Setup("none", pace="slow", asked=1), Setup("bicache", refresh="4", depth="auto", pace="slow", asked=1)]
+    bicache = partial(Setup, "bicache", refresh="16")
+    return [Setup("none"), Setup("none", "block"), Setup("naive"), Setup("intra", refresh="16"),
+            bicache(depth="auto"), bicache(depth="auto", guard=False), *(bicache(depth=d) for d in range(9)),
+            Setup("none", pace="slow", asked=1), bicache(depth="auto", refresh="4", pace="slow", asked=1)]
 
 
 def bench(capsys, *args):
@@ -182,7 +195,8 @@ def test_parts_make_the_whole_and_a_stopped_run_goes_on(setups, monkeypatch, tmp
     assert code == 0
     summary = json.loads(out.strip().split("\n")[-1])
     assert set(summary["setups"]) == {s.name for s in setups} and summary["env"]["dtype"] == "float32"
-    assert summary["setups"]["none, all"]["saved"] == 0 < summary["setups"]["bicache auto, R 16, all"]["saved"] < 1
+    saved = {name: row["saved"] for name, row in summary["setups"].items()}
+    assert saved["none, all"] == 0 < saved["bicache auto, R 16, all"] < 1
     assert summary["setups"]["none, all"]["kinds"]["lookup"]["right"] == 1, "the embedded model reads"
 
     for part in ("1/2", "2/2"):
@@ -193,14 +207,16 @@ def test_parts_make_the_whole_and_a_stopped_run_goes_on(setups, monkeypatch, tmp
     bench(capsys, "--out", parts[1], "--part", "2/2")
     again = parts[1].read_text().splitlines(keepends=True)
     assert again[:3] == lines[:3] and len(again) == len(lines), "what stood there was not measured again"
-    strip = lambda found: {name: {k: v for k, v in row.items() if k != "seconds"} for name, row in found["rows"].items()}
+    untimed = lambda row: {key: value for key, value in row.items() if key != "seconds"}
+    strip = lambda found: {name: untimed(row) for name, row in found["rows"].items()}
     assert strip(report.read(parts)) == strip(report.read([whole]))
     code, out, _ = bench(capsys, "--report", *parts, "--svg", tmp_path / "parts.svg")
     assert code == 0 and json.loads(out.strip().split("\n")[-1])["verdicts"] == summary["verdicts"]
     assert (tmp_path / "parts.svg").read_text() == (tmp_path / "whole.svg").read_text()
 
     code, out, err = bench(capsys, "--out", whole, "--seed", 1)
-    assert code == 2 and err.startswith(f"accuracy.py: {whole} was measured with another seed") and err.count("\n") == 1
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith(f"accuracy.py: {whole} was measured with another seed")
     code, out, err = bench(capsys, "--out", whole, "--threshold", 0.5)
     assert code == 2 and "another threshold" in err
     torn = tmp_path / "torn.jsonl"
@@ -210,8 +226,9 @@ def test_parts_make_the_whole_and_a_stopped_run_goes_on(setups, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--part", "3/2"], "--part is K/N"), (["--part", "1/2"], "--part wants --out"), (["--ratios", "0.99"], "--ratios run from"),
-    (["--questions", "-1"], "start at 1"), (["--report", "x", "--out", "y"], "measures nothing"), (["--ratios", "half"], "numbers")])
+    (["--part", "3/2"], "--part is K/N"), (["--part", "1/2"], "--part wants --out"),
+    (["--ratios", "0.99"], "--ratios run from"), (["--ratios", "half"], "numbers"),
+    (["--questions", "-1"], "start at 1"), (["--report", "x", "--out", "y"], "measures nothing")])
 def test_bad_options(args, words, capsys):
     with pytest.raises(SystemExit) as e:
         accuracy.main(args)
@@ -227,14 +244,17 @@ def test_a_file_that_is_no_result(tmp_path, capsys):
 
 # -- verdicts
 
+
 def made_up(lost: dict, n=500, layers=2, dependence=None) -> dict:
     """Results on kinds "easy" and "hard" at two ratios in which a setup loses every so-manieth answer of a
     kind: {(setup, kind): share}."""
     kind, target = ["easy", "hard"] * n, [0.5, 0.5, 0.9, 0.9] * (n // 2)
     need = ["none, all", "none, block", "naive, all", "intra, R 16, all", report.DEFAULT, report.TABLE,
-            *(f"bicache depth {d}, R 16, all" for d in range(layers + 1)), "none, all, slow", "bicache auto, R 4, all, slow"]
-    header = dict(layers=layers, table={"40": 1, "80": 2}, questions=f"{2 * n} of abc", kinds=["easy", "hard"], kind=kind, target=target,
-                  document=list(range(2 * n)), ratio=target, canvas=[100] * (2 * n), need=need)
+            *(f"bicache depth {d}, R 16, all" for d in range(layers + 1)), "none, all, slow",
+            "bicache auto, R 4, all, slow"]
+    header = dict(layers=layers, table={"40": 1, "80": 2}, questions=f"{2 * n} of abc", need=need,
+                  kinds=["easy", "hard"], kind=kind, target=target, ratio=target,
+                  document=list(range(2 * n)), canvas=[100] * (2 * n))
     rows = {}
     for name in need:
         places = [0, 1] if name.endswith("slow") else None
@@ -243,12 +263,15 @@ def made_up(lost: dict, n=500, layers=2, dependence=None) -> dict:
             for i in range(round(lost.get((name, which), 0) * n)):
                 right[2 * i + k] = "0"
         count = 2 if places else 2 * n
-        rows[name] = dict(setup=name, places=places, right="".join(right[:count]), answers=[int(x) for x in right[:count]],
-                          depths=[1] * count, forwards=[3] * count, refreshes=[1] * count,
-                          work=[10 if "none" in name else 4] * count, total={}, seconds=1)
+        rows[name] = dict(
+            setup=name, places=places, right="".join(right[:count]), answers=[int(x) for x in right[:count]],
+            depths=[1] * count, forwards=[3] * count, refreshes=[1] * count,
+            work=[10 if "none" in name else 4] * count, total={}, seconds=1)
     layer = lambda x: [[1.0, 1 - x]] * 3
-    rows["states"] = {"setup": "states"} | {k: dict(n=4, alone=layer(0.1), between=layer((dependence or {}).get(k, 0.01)), named=layer(0.1)[:1])
-                                            for k in header["kinds"]}
+    rows["states"] = {"setup": "states"}
+    for k in header["kinds"]:
+        between = layer((dependence or {}).get(k, 0.01))
+        rows["states"][k] = dict(n=4, alone=layer(0.1), between=between, named=layer(0.1)[:1])
     return dict(header=header, rows=rows)
 
 
@@ -257,11 +280,14 @@ def said(found):
 
 
 def test_verdict_where_naive_reuse_breaks_a_kind_and_bicache_does_not(capsys):
-    found = made_up({("naive, all", "hard"): 0.4, ("bicache depth 2, R 16, all", "hard"): 0.4}, n=1000, dependence={"hard": 0.2})
+    broken = {("naive, all", "hard"): 0.4, ("bicache depth 2, R 16, all", "hard"): 0.4}
+    found = made_up(broken, n=1000, dependence={"hard": 0.2})
     words = said(found)
     assert "naive reuse, easy: holds, +0.0" in words and "naive reuse, hard: collapses, -40.0" in words
-    assert "fixed depths of 2 layers surely lose" in words and "keep its answers: what naive reuse lacks" in words
-    assert "with the question (worst decile of tokens, worst layer): hard 0.200, easy 0.010; the kinds that collapse change" in words
+    assert "fixed depths of 2 layers surely lose" in words
+    assert "keep its answers: what naive reuse lacks" in words
+    assert "with the question (worst decile of tokens, worst layer): hard 0.200, easy 0.010" in words
+    assert "easy 0.010; the kinds that collapse change" in words
     assert "within 1.8 points of none on every kind (published): yes\n" in words
     assert "within 0.5 points of none on every kind (ours): yes\n" in words
     report.show(found)
@@ -277,7 +303,8 @@ def test_verdict_where_bicache_loses_and_naive_reuse_holds():
     assert "collapses," not in words and "why: no kind surely collapses" in words
     assert "hard: -1.0" in words and "within 0.5 points of none on every kind (ours): NO" in words
     assert "within 1.8 points of none on every kind (published): yes, the intervals not of all" in words
-    assert "within 1.8 points of none on every kind (published): NO" in said(made_up({(report.DEFAULT, "hard"): 0.03}))
+    words = said(made_up({(report.DEFAULT, "hard"): 0.03}))
+    assert "within 1.8 points of none on every kind (published): NO" in words
 
 
 def test_verdict_without_enough_to_tell():
@@ -289,7 +316,8 @@ def test_verdict_without_enough_to_tell():
 
 def test_a_part_is_held_against_none_on_the_same_questions():
     r = report.Results(made_up({("none, all", "easy"): 1.0}))
-    assert r.changes("bicache auto, R 4, all, slow", "easy") == (0, 0, 1) and r.changes("naive, all", "easy") == (0, 500, 500)
+    assert r.changes("bicache auto, R 4, all, slow", "easy") == (0, 0, 1)
+    assert r.changes("naive, all", "easy") == (0, 500, 500)
     assert r.saved("bicache auto, R 4, all, slow") == pytest.approx(0.6)
 
 
@@ -297,9 +325,11 @@ def test_a_part_is_matched_by_question_not_by_place():
     """Symptom: the third answer of a part is held against the third one of `none`, which was asked something
     else."""
     found = made_up({})
-    found["rows"]["none, all, slow"].update(places=[0, 3, 5], right="100", answers=[1, 0, 0], work=[10, 20, 30])
-    found["rows"]["bicache auto, R 4, all, slow"].update(places=[3, 0], right="11", answers=[1, 1], work=[4, 6])
-    r, name = report.Results(found), "bicache auto, R 4, all, slow"
+    name = "bicache auto, R 4, all, slow"
+    rows = found["rows"]
+    rows["none, all, slow"].update(places=[0, 3, 5], right="100", answers=[1, 0, 0], work=[10, 20, 30])
+    rows[name].update(places=[3, 0], right="11", answers=[1, 1], work=[4, 6])
+    r = report.Results(found)
     assert [r.changes(name, kind) for kind in ("hard", "easy", None)] == [(0, 1, 1), (0, 0, 1), (0, 1, 2)]
     assert r.saved(name) == pytest.approx(1 - 10 / 30)
 
@@ -307,7 +337,8 @@ def test_a_part_is_matched_by_question_not_by_place():
 def test_a_depth_surely_loses_only_if_its_whole_interval_does():
     assert "easy: holds, +0.0" in (words := said(made_up({("bicache depth 1, R 16, all", "easy"): 0.002})))
     assert "surely lose" not in words.split("hard")[0].replace("no fixed depth surely loses", "")
-    assert "fixed depths of 1 layers surely lose" in said(made_up({("bicache depth 1, R 16, all", "easy"): 0.1}))
+    words = said(made_up({("bicache depth 1, R 16, all", "easy"): 0.1}))
+    assert "fixed depths of 1 layers surely lose" in words
 
 
 def test_picture():
@@ -319,9 +350,12 @@ def test_picture():
     width, height = map(float, root.get("viewBox").split()[2:])
     inner = lambda panel, name: [node for group in tag(panel, "g") for node in tag(group, name)]
     for panel in panels.values():
-        lines = [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in inner(panel, "polyline")]
+        lines = [[tuple(map(float, p.split(","))) for p in line.get("points").split()]
+                 for line in inner(panel, "polyline")]
         rings = [(float(c.get("cx")), float(c.get("cy"))) for c in inner(panel, "circle")]
         assert [len(line) for line in lines] == [3, 3] and rings == [lines[0][1], lines[1][2]]
         assert all(0 <= x <= width and 0 <= y <= height for line in lines for x, y in line)
-    ends = lambda kind: [p.split(",")[1] for p in inner(panels[kind], "polyline")[0].get("points").split()][::2]
+    def ends(kind):
+        points = inner(panels[kind], "polyline")[0].get("points").split()
+        return [point.split(",")[1] for point in points][::2]
     assert len({*ends("easy")}) == 1 and float(ends("hard")[1]) > float(ends("hard")[0]), "down is worse"

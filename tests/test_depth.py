@@ -95,8 +95,9 @@ def test_no_table_warns_once(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     (dict(fingerprint="0" * 16), "another model"), (dict(layers=7), "another model"), ("{", "no depth table"),
-    ("[]", "no depth table"), (dict(table={"50": 7}), "no depth table"), (dict(table={"50": "2"}), "no depth table"),
-    (dict(table={"150": 2}), "no depth table"), (dict(table={"x": 2}), "no depth table"), (dict(table=None), "no depth table")])
+    ("[]", "no depth table"), (dict(table={"50": 7}), "no depth table"),
+    (dict(table={"50": "2"}), "no depth table"), (dict(table={"150": 2}), "no depth table"),
+    (dict(table={"x": 2}), "no depth table"), (dict(table=None), "no depth table")])
 def test_refused_table(tmp_path, change, message):
     """A depth.json of another model, or broken, is refused in one sentence: never ignored, never used."""
     folder = tmp_path / "llada"
@@ -112,7 +113,8 @@ def test_refused_table(tmp_path, change, message):
 def test_depth_is_one_less_than_the_layers_alike():
     """The layer at the boundary lives from prefix-only K/V, too, so one layer alike is held back, unless all
     are alike; what comes behind the first layer that differs does not count."""
-    rows = {(1, 1, 1, 1): 4, (1, 1, 1, 0): 2, (1, 1, 0, 1): 1, (1, 0, 1, 1): 0, (0, 1, 1, 1): 0, (0, 0, 0, 0): 0}
+    rows = {(1, 1, 1, 1): 4, (1, 1, 1, 0): 2, (1, 1, 0, 1): 1,
+            (1, 0, 1, 1): 0, (0, 1, 1, 1): 0, (0, 0, 0, 0): 0}
     assert depth.safe_depth(torch.tensor(list(rows), dtype=torch.bool)).tolist() == list(rows.values())
 
 

@@ -25,7 +25,8 @@ P, U, G, L = 70, 6, 10, 4
 
 
 def ask(question=1, P=P, **kw):
-    return Request(prompt(P) + prompt(U, seed=question), **{"prefix_len": P, "gen_length": G, "stop_at_eos": False, **kw})
+    options = {"prefix_len": P, "gen_length": G, "stop_at_eos": False, **kw}
+    return Request(prompt(P) + prompt(U, seed=question), **options)
 
 
 def alike(model, request):
@@ -50,7 +51,8 @@ def test_the_first_request_is_measured_and_equals_the_profiler(model, limit):
     computes without a cache, in the layers that the table's depth rests on."""
     first, second = guarded(model, {0: limit}, 0.0, max_batch=1).generate([ask(1), ask(2)])
     layers = min(limit + 1, L)
-    assert first.similarity == pytest.approx(alike(model, ask(1))[:layers].tolist(), abs=1e-5) and len(first.similarity) == layers
+    assert first.similarity == pytest.approx(alike(model, ask(1))[:layers].tolist(), abs=1e-5)
+    assert len(first.similarity) == layers
     assert second.similarity == first.similarity and second.measure_token_layers == 0
 
 
@@ -70,13 +72,14 @@ def test_it_reads_the_pages_that_requests_read(model):
 def test_no_token_hangs_on_being_measured(model, kw):
     """Each refresh measured, or none: as long as the table holds, the same tokens, forwards and
     token-layers."""
-    requests = [ask(i, block_length=5, temperature=0.7 * (i % 2), cfg_scale=0.5 * (i == 2), seed=i) for i in range(5)]
+    requests = [ask(i, block_length=5, temperature=0.7 * (i % 2), cfg_scale=0.5 * (i == 2), seed=i)
+                for i in range(5)]
     runs = []
     for measure in (0, 1):
         engine = guarded(model, {0: 2}, 0.0, refresh=3, measure=measure, **kw)
         engine.counts["token_layers"] = 1e9
         runs.append([(r.tokens, r.forwards, r.token_layers, r.depth) for r in engine.generate(requests)])
-        assert engine.counts["measurements"] == (20 if measure else 0)      # five requests at steps 0, 3, 6, 9
+        assert engine.counts["measurements"] == (20 if measure else 0)      # five requests, steps 0, 3, 6, 9
     assert runs[0] == runs[1]
 
 
@@ -87,7 +90,8 @@ def test_a_contradicted_table_gives_way(model, between):
     for batch in (1, 4):
         for threshold, depth_then in ((between, 2), (0.9999, 0)):
             results = guarded(model, {0: L}, threshold, refresh=3, max_batch=batch).generate(requests)
-            assert [r.depth for r in results] == [L] + [depth_then] * 3 and {r.table_depth for r in results} == {L}
+            assert [r.depth for r in results] == [L] + [depth_then] * 3
+            assert {r.table_depth for r in results} == {L}
             for depths, some in ((L, slice(0, 1)), (depth_then, slice(1, 4))):
                 fixed = Engine(model, depth=depths, refresh=3, cache_mb=8).generate(requests[some])
                 assert [r.tokens for r in results[some]] == [r.tokens for r in fixed]
@@ -118,7 +122,8 @@ def test_the_embedded_model_with_a_table_that_is_too_bold():
             ids, P = tokenizer.render({"prefix": text, "prompt": question})
             requests.append(Request(ids, prefix_len=P, gen_length=24, threshold=0.9))
             answers.append(answer)
-    first = [i for i, r in enumerate(requests) if i == 0 or r.prompt[:r.prefix_len] != requests[i - 1].prompt[:r.prefix_len]]
+    shared = lambda r: r.prompt[:r.prefix_len]
+    first = [i for i, r in enumerate(requests) if i == 0 or shared(r) != shared(requests[i - 1])]
     rest = [i for i in range(len(requests)) if i not in first]
     right = {}
     for name, options in (("none", dict(cache="none")), ("table", dict(measure=0)), ("guard", dict())):
@@ -134,7 +139,8 @@ def test_the_embedded_model_with_a_table_that_is_too_bold():
 
 def test_never_raised_past_the_table(model):
     """However alike the K/V are, a prefix gets no more than the table says, at its own ratio."""
-    results = guarded(model, {0: 1, 90: 3}, 0.0, max_batch=1, measure=1, refresh=1).generate([ask(i) for i in range(3)])
+    engine = guarded(model, {0: 1, 90: 3}, 0.0, max_batch=1, measure=1, refresh=1)
+    results = engine.generate([ask(i) for i in range(3)])
     assert [r.depth for r in results] == [1, 1, 1] and all(len(r.similarity) == 2 for r in results)
 
 
@@ -191,7 +197,8 @@ def test_a_prefix_that_shares_nothing_is_not_stored(model):
     first, = engine.generate([ask(1)])
     engine.cache.discard(*engine.cache.entries.values())
     second, third = engine.generate([ask(2), ask(3)])
-    assert [second.depth, third.depth] == [0, 0] and engine.counts["encoded_prefixes"] == 1 and not engine.cache.entries
+    assert [second.depth, third.depth] == [0, 0]
+    assert engine.counts["encoded_prefixes"] == 1 and not engine.cache.entries
     assert second.table_depth == L and second.similarity == first.similarity and not second.hit
 
 
@@ -202,7 +209,8 @@ def test_a_request_that_names_no_prefix_follows_the_guard(model):
     engine.generate([ask(1)])
     found = engine.generate([ask(i, prefix_len=None) for i in (2, 3, 4)])
     exact = Engine(model, cache="none", cache_mb=8).generate([ask(i, prefix_len=None) for i in (2, 3, 4)])
-    assert [r.tokens for r in found] == [r.tokens for r in exact] and [r.prefix_tokens for r in found] == [0, 0, 0]
+    assert [r.tokens for r in found] == [r.tokens for r in exact]
+    assert [r.prefix_tokens for r in found] == [0, 0, 0]
 
 
 def test_one_odd_request_does_not_condemn_a_prefix(model):
@@ -214,7 +222,8 @@ def test_one_odd_request_does_not_condemn_a_prefix(model):
     bad = Request(prompt(P) + [91, 3, 4], prefix_len=P, gen_length=G)
     with pytest.raises(ValueError, match="non-finite"):
         engine.generate([bad])
-    assert not engine.guard.bins and engine.guard.spent[0] > 0 == engine.guard.samples and engine.counts["measurements"] == 1
+    assert not engine.guard.bins and engine.guard.spent[0] > 0 == engine.guard.samples
+    assert engine.counts["measurements"] == 1
     result, = engine.generate([ask()])
     assert result.depth == L and all(s > 0 for s in result.similarity)
     engine.guard.every, engine.counts["token_layers"] = 1, 1e9
@@ -284,19 +293,22 @@ def test_a_later_refresh_is_measured_on_the_present_canvas(model, monkeypatch):
     for event in events[:4]:
         for place, token in event.committed:
             expected[len(now) + place] = token
-    assert seen == [now + [mask] * 8, expected] and mask in expected and events[-1].result.tokens != expected[len(now):]
+    assert seen == [now + [mask] * 8, expected] and mask in expected
+    assert events[-1].result.tokens != expected[len(now):]
 
 
 def test_mixed_traffic_leaves_room_for_both_kinds_of_looking(model):
     """Symptom: prefixes that are used once take all that may be spent, and the popular one is never looked at
     again. At most SHARE of the work is measured, half of it again, but for an engine's first FREE looks."""
     engine = guarded(model, {0: L}, 0.0, measure=2, refresh=1)
-    requests = [ask(i) if i % 2 else Request(prompt(30, seed=i) + [1], prefix_len=30, gen_length=2) for i in range(240)]
+    once = lambda i: Request(prompt(30, seed=i) + [1], prefix_len=30, gen_length=2)
+    requests = [ask(i) if i % 2 else once(i) for i in range(240)]
     results = engine.generate(requests)
     work = sum(r.token_layers + r.encode_token_layers for r in results)
     measured = sum(r.measure_token_layers for r in results)
     free = guard.FREE * (L - 0.5) * (P + U + G)
-    assert engine.counts["token_layers"] == work and sum(engine.guard.spent) == measured <= SHARE * work + free
+    assert engine.counts["token_layers"] == work
+    assert sum(engine.guard.spent) == measured <= SHARE * work + free
     popular = next(bin for bin in engine.guard.bins.values() if bin.refreshes > 100)
     assert popular.samples >= 3 and engine.counts["measurements"] < 60
     capped = guarded(model, {0: L}, 0.0, refresh=1)
@@ -325,7 +337,8 @@ def test_the_mean_runs_and_may_recover(model):
     results = engine.generate([ask(i) for i in range(12)])
     assert results[0].depth == 1 and results[-1].depth > 1
     exact = torch.stack([alike(model, ask(i)) for i in range(12)])
-    assert results[-1].similarity == pytest.approx(((exact.sum(0) + torch.tensor([1, 1, 0, 0])) / 13).tolist(), abs=1e-5)
+    expected = (exact.sum(0) + torch.tensor([1, 1, 0, 0])) / 13
+    assert results[-1].similarity == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_cost_stays_within_two_percent():
@@ -336,7 +349,8 @@ def test_cost_stays_within_two_percent():
     rows = []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda m, a: rows.append(a[0].shape[0] * a[0].shape[1]))
-    requests = [Request(prompt(900) + prompt(60, seed=i), prefix_len=900, gen_length=256, steps=128, stop_at_eos=False) for i in range(2)]
+    requests = [Request(prompt(900) + prompt(60, seed=i), prefix_len=900, gen_length=256, steps=128,
+                        stop_at_eos=False) for i in range(2)]
     work = []
     for measure in (0, None):
         rows.clear()
@@ -345,13 +359,18 @@ def test_cost_stays_within_two_percent():
         work.append(sum(rows))
     first, T = results[0], 900 + 60 + 256
     assert first.measure_token_layers == 3.5 * T < 0.02 * (first.token_layers + first.encode_token_layers)
-    assert engine.counts["measurements"] == 2 and work[1] - work[0] == 2 * 4 * T < 0.02 * work[0]       # at refreshes 1 and 16
+    assert engine.counts["measurements"] == 2                               # at refreshes 1 and 16
+    assert work[1] - work[0] == 2 * 4 * T < 0.02 * work[0]
 
 
 def test_one_read_a_measurement(model, monkeypatch):
     """A measurement reads its few numbers from the device once, however many layers it compares."""
     reads, original = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(tuple(self.shape)), original(self))[1])
+    def cpu(self):
+        reads.append(tuple(self.shape))
+        return original(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     engine = guarded(model, {0: 3}, 0.0)
     engine.generate([ask(i) for i in range(3)])
     assert engine.counts["measurements"] == 1 and reads.count((4,)) == 1
@@ -368,7 +387,8 @@ def test_lowering_needs_room(model):
     engine = guarded(model, {0: L}, threshold, cache_mb=need, max_batch=1)
     results = engine.generate([ask(i, P=130) for i in range(3)])
     assert [r.depth for r in results] == [L, 0, 0]
-    assert len(engine.cache.free) + sum(len(e.pages) for e in engine.cache.entries.values()) == len(engine.cache.kv) - 2
+    stored = sum(len(e.pages) for e in engine.cache.entries.values())
+    assert len(engine.cache.free) + stored == len(engine.cache.kv) - 2
     alone = Engine(model, depth=0, cache_mb=8)
     assert results[2].tokens == alone.generate([ask(2, P=130)])[0].tokens
 
@@ -400,7 +420,7 @@ def test_self_profile_measures_first_and_shares_then(model, between):
     engine = Engine(model, self_profile=between, cache_mb=8, refresh=3)
     small, large = ask(gen_length=60), ask(gen_length=4)
     results = engine.generate([ask(1), ask(2), small, large])
-    assert [r.depth for r in results] == [0, 2, 0, 2] and [r.hit for r in results] == [False, True, False, True]
+    assert [(r.depth, r.hit) for r in results] == [(0, False), (2, True), (0, False), (2, True)]
     assert results[0].tokens == Engine(model, depth=0, cache_mb=8, refresh=3).generate([ask(1)])[0].tokens
     assert results[1].tokens == Engine(model, depth=2, cache_mb=8, refresh=3).generate([ask(2)])[0].tokens
     assert results[0].similarity == pytest.approx(alike(model, ask(1)).tolist(), abs=1e-5)
@@ -440,17 +460,21 @@ def test_the_folder_s_threshold_is_the_guard_s(text_folder, tmp_path):
 def test_results_and_json_tell_what_was_measured(text_folder, capsys):
     """--json has the similarity and both depths; the table in the terminal a line for each lowered
     request."""
-    say = ["--model", str(text_folder), "--prefix", "The outputs of independent implementations are kept here for the tests.",
-           "--prompt", "a", "--prompt", "b", "--gen-length", "6", "--max-batch", "1", "--no-eos"]
+    say = ["--model", str(text_folder), "--gen-length", "6", "--max-batch", "1", "--no-eos", "--prefix",
+           "The outputs of independent implementations are kept here for the tests.",
+           "--prompt", "a", "--prompt", "b"]
     assert generate.main([*say, "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["table_depth"] == first["depth"] == len(first["similarity"]) - 1 == 2 and first["measure_token_layers"] > 0
+    assert first["table_depth"] == first["depth"] == len(first["similarity"]) - 1 == 2
+    assert first["measure_token_layers"] > 0
     lowest = min(first["similarity"])
     assert lowest < 0.97 and second["depth"] < second["table_depth"] == 2
     assert generate.main(say) == 0
     out = capsys.readouterr().out
-    assert f"depth {second['depth']}, not the table's 2, where the similarity by layer is 1.000 " in out and ": request 2\n" in out
-    total = sum(line[key] for line in (first, second) for key in ("token_layers", "encode_token_layers", "measure_token_layers"))
+    assert f"depth {second['depth']}, not the table's 2, where the similarity by layer is 1.000 " in out
+    assert ": request 2\n" in out
+    total = sum(line["token_layers"] + line["encode_token_layers"] + line["measure_token_layers"]
+                for line in (first, second))
     assert f"{total:,.0f} token-layers" in out
     assert generate.main([*say, "--json", "--measure", "0"]) == 0
     assert all(json.loads(line)["similarity"] == [] for line in capsys.readouterr().out.splitlines())
@@ -458,13 +482,15 @@ def test_results_and_json_tell_what_was_measured(text_folder, capsys):
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["depth"], first["hit"]) == (0, False) and second["depth"] > 0 and second["hit"]
     assert first["table_depth"] is second["table_depth"] is None
-    assert generate.main([*say, "--self-profile", "0.5"]) == 0 and "not the table's" not in capsys.readouterr().out
+    assert generate.main([*say, "--self-profile", "0.5"]) == 0
+    assert "not the table's" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options, says", [
     (["--measure", "4", "--depth", "2"], "--measure has an effect only with --cache bicache"),
     (["--self-profile", "--cache", "intra"], "--self-profile has an effect only with --cache bicache"),
-    (["--self-profile", "1.5"], "self_profile is 1.5"), (["--self-profile", "--measure", "0"], "measure is 0"),
+    (["--self-profile", "1.5"], "self_profile is 1.5"),
+    (["--self-profile", "--measure", "0"], "measure is 0"),
     (["--measure", "-1"], "measure is -1")])
 def test_refused_on_the_command_line(options, says, capsys):
     assert generate.main(options) == 2 and says in capsys.readouterr().err
