@@ -1,8 +1,9 @@
 """The questions that accuracy.py asks: held-out staff lists, each asked at a prefix ratio that is aimed at.
 
-A list is the system message of a chat; where a ratio wants a longer prefix, earlier questions and right answers stand in
-between, as the model has seen them. What precedes the last question is the prefix. Masks behind the prompt make up the ratio:
-at least as many as the longest answer of that kind to that list takes with its EOS, so that their number tells nothing.
+A list is the system message of a chat; where a ratio wants a longer prefix, earlier questions and right
+answers stand in between, as the model has seen them. What precedes the last question is the prefix. Masks
+behind the prompt make up the ratio: at least as many as the longest answer of that kind to that list takes
+with its EOS, so that their number tells nothing.
 """
 import random
 import sys
@@ -15,8 +16,9 @@ import staff  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
 RATIOS = (0.3, 0.5, 0.7, 0.85, 0.92, 0.97)
-PEOPLE, TURNS, MASKS, SHARE = (3, 30), 11, 130, 5       # of a list; earlier turns, masks, questions a kind and list: at most
-PERSON, TURN, OWN = 13, 24, 24                          # tokens, about: to choose a list that can meet a ratio
+PEOPLE, TURNS, MASKS = (3, 30), 11, 130     # of a list; earlier turns, masks: at most
+SHARE = 5                                   # questions a kind and list: at most
+PERSON, TURN, OWN = 13, 24, 24              # tokens, about: to choose a list that can meet a ratio
 
 
 @dataclass
@@ -55,7 +57,7 @@ def draw_questions(tokenizer: Tokenizer, each: int, ratios=RATIOS, seed=0) -> li
             chat = [dict(role="system", content=text)]
             ask = lambda question: tokenizer.chat([*chat, dict(role="user", content=question)])
             ids, P = ask(qa[0][1])
-            for _ in range(TURNS):                      # a longer prefix, if it is too short for room behind it
+            for _ in range(TURNS):                  # a longer prefix, if it is too short for room behind it
                 if P >= S * (len(ids) - P + max(room.values())):
                     break
                 _, question, answer = qa.pop()
@@ -71,5 +73,6 @@ def draw_questions(tokenizer: Tokenizer, each: int, ratios=RATIOS, seed=0) -> li
             wanted -= taken
             document += bool(taken)
         if +wanted:
-            raise ValueError(f"no staff list for r = {ratio} has questions of the kind {min(+wanted)}; leave out that ratio")
+            raise ValueError(f"no staff list for r = {ratio} has questions of the kind {min(+wanted)}; leave "
+                             "out that ratio")
     return made

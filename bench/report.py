@@ -1,8 +1,8 @@
-"""What the results of accuracy.py say: intervals, tables, verdicts and the picture. Nothing here runs a model.
+"""What the results of accuracy.py say: intervals, tables, verdicts and the picture. It runs no model.
 
-Exact match has Wilson's 95% interval. The difference to `none` is paired, question by question, with the adjusted Wald
-interval of Bonett and Price (2012: one is added to both counts of changed answers), and McNemar's exact test of those counts.
-Questions count as independent, though some share a document.
+Exact match has Wilson's 95% interval. The difference to `none` is paired, question by question, with the
+adjusted Wald interval of Bonett and Price (2012: one is added to both counts of changed answers), and
+McNemar's exact test of those counts. Questions count as independent, though some share a document.
 """
 import json
 from math import comb, sqrt
@@ -28,22 +28,23 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
 
 def paired(lost: int, won: int, n: int) -> tuple[float, float, float]:
-    """The difference in points of two shares over the same n questions, and its bounds: `won` are right in the first alone,
-    `lost` in the second alone."""
+    """The difference in points of two shares over the same n questions, and its bounds: `won` are right in
+    the first alone, `lost` in the second alone."""
     a, b = (won + 1) / (n + 2), (lost + 1) / (n + 2)
     half = Z * sqrt((a + b - (a - b) ** 2) / (n + 2))
     return 100 * (won - lost) / n, 100 * max(-1.0, a - b - half), 100 * min(1.0, a - b + half)
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """How likely changes as uneven as these are if losing and winning were equally likely (exact, two-sided)."""
+    """How likely changes as uneven as these are if losing and winning were equally likely (exact,
+    two-sided)."""
     n = lost + won
     return min(1.0, 2 * sum(comb(n, k) for k in range(min(lost, won) + 1)) / 2**n)
 
 
 def read(paths, header=None) -> dict:
-    """{"header", "rows": {setup: line}} of files that accuracy.py wrote. ValueError: a line is broken, or a file belongs to
-    other questions, another model or other options than the first one, or than `header`."""
+    """{"header", "rows": {setup: line}} of files that accuracy.py wrote. ValueError: a line is broken, or a
+    file belongs to other questions, another model or other options than the first one, or than `header`."""
     rows = {}
     for path in paths:
         known = False
@@ -53,13 +54,16 @@ def read(paths, header=None) -> dict:
                     line = json.loads(text)
                     name = line["setup"] if "header" not in line else None
                 except (ValueError, TypeError, KeyError) as e:
-                    raise ValueError(f"line {number} of {path} is no result of accuracy.py; remove it ({e!r})") from e
+                    raise ValueError(f"line {number} of {path} is no result of accuracy.py; remove it "
+                                     f"({e!r})") from e
                 if name:
                     rows.setdefault(name, line)
                     continue
                 header, known = header or line["header"], True
-                if wrong := [key for key in {**header, **line["header"]} if header.get(key) != line["header"].get(key)]:
-                    raise ValueError(f"{path} was measured with another {wrong[0]}; give another file, or repeat its options")
+                keys = {**header, **line["header"]}
+                if wrong := [key for key in keys if header.get(key) != line["header"].get(key)]:
+                    raise ValueError(f"{path} was measured with another {wrong[0]}; give another file, "
+                                     "or repeat its options")
         if not known and (rows or header is None):
             raise ValueError(f"{path} has no header; these are no results of accuracy.py")
     return dict(header=header, rows=rows)
@@ -69,7 +73,8 @@ class Results:
     """The rows of a run, held against `none` at the same pace on the same questions."""
 
     def __init__(self, found: dict):
-        self.header, self.rows = found["header"], {name: found["rows"][name] for name in found["header"]["need"]}
+        self.header = found["header"]
+        self.rows = {name: found["rows"][name] for name in self.header["need"]}
         self.kinds = self.header["kinds"]
         self.states = found["rows"].get("states", {})
 
@@ -78,13 +83,15 @@ class Results:
         return range(len(row["right"])) if row["places"] is None else row["places"]
 
     def pairs(self, name: str, kind=None, target=None) -> list[tuple]:
-        """(right here, right with none, equal tokens) for each question of a kind, all for None, and at a ratio."""
+        """(right here, right with none, equal tokens) for each question of a kind, all for None, and at a
+        ratio."""
         h, base = self.header, NONE + SLOW * name.endswith(SLOW)
         none = {i: j for j, i in enumerate(self.places(base))}
         row, base = self.rows[name], self.rows[base]
-        return [(row["right"][j] == "1", base["right"][none[i]] == "1", row["answers"][j] == base["answers"][none[i]])
-                for j, i in enumerate(self.places(name))
-                if kind in (None, h["kind"][i]) and target in (None, h["target"][i])]
+        places = [(j, i) for j, i in enumerate(self.places(name))
+                  if kind in (None, h["kind"][i]) and target in (None, h["target"][i])]
+        return [(row["right"][j] == "1", base["right"][none[i]] == "1",
+                 row["answers"][j] == base["answers"][none[i]]) for j, i in places]
 
     def changes(self, name: str, kind=None, target=None) -> tuple[int, int, int]:
         """(lost, won, n) against none."""
@@ -96,7 +103,8 @@ class Results:
         return sum(a for a, _, _ in pairs), len(pairs)
 
     def saved(self, name: str) -> float:
-        """The share of none's token-layers that are not computed, on the same questions; encoding and measuring count."""
+        """The share of none's token-layers that are not computed, on the same questions; encoding and
+        measuring count."""
         base = NONE + SLOW * name.endswith(SLOW)
         none = dict(zip(self.places(base), self.rows[base]["work"]))
         return 1 - sum(self.rows[name]["work"]) / sum(none[i] for i in self.places(name))
@@ -111,8 +119,8 @@ class Results:
         return "collapses" if high < COLLAPSE else "holds" if low > COLLAPSE else "cannot be told"
 
     def dependence(self, kind: str) -> float | None:
-        """How much the prefix' K/V change with the question: 1 - the similarity of the worst decile of tokens between two
-        questions, in the layer where it is the most; None if no document has two of that kind."""
+        """How much the prefix' K/V change with the question: 1 - the similarity of the worst decile of tokens
+        between two questions, in the layer where it is the most; None if no document has two of that kind."""
         between = self.states.get(kind, {}).get("between")
         return 1 - min(between[1]) if between else None
 
@@ -149,22 +157,27 @@ def show(found: dict) -> dict:
 
     def changed(name, kind):
         lost, won, _ = r.changes(name, kind)
-        return f"{lost} / {won}, {sum(not same for *_, same in r.pairs(name, kind))}, {mcnemar(lost, won):.3f}"
+        differ = sum(not same for *_, same in r.pairs(name, kind))
+        return f"{lost} / {won}, {differ}, {mcnemar(lost, won):.3f}"
 
-    table(f"exact match, percent, with 95% intervals; {h['questions'].split()[0]} questions on {len(set(h['document']))} lists\n"
-          "slow: a token a step; saved: token-layers, percent of none's; steps and refreshes: of an answer", r.rows, share,
-          f"{'n':>6}{'saved':>7}{'steps':>7}{'refr.':>6}", work)
-    table("difference to none on the same questions, points", [name for name in r.rows if not name.startswith(NONE)],
+    n, lists = h["questions"].split()[0], len(set(h["document"]))
+    table(f"exact match, percent, with 95% intervals; {n} questions on {lists} lists\n"
+          "slow: a token a step; saved: token-layers, percent of none's; steps and refreshes: of an answer",
+          r.rows, share, f"{'n':>6}{'saved':>7}{'steps':>7}{'refr.':>6}", work)
+    table("difference to none on the same questions, points",
+          [name for name in r.rows if not name.startswith(NONE)],
           lambda name, kind: points(r.difference(name, kind)))
     table("answers that changed: right ones lost / won, other tokens, McNemar's p",
           (DEFAULT, TABLE, NAIVE, INTRA, "none, block"), changed)
 
-    print("\nratio   achieved       lists     T  table's depth  used (table only)  used (default)  none  auto  naive")
+    print("\nratio   achieved       lists     T  table's depth  used (table only)  used (default)"
+          "  none  auto  naive")
     ratios = [by_ratio(r, target) for target in dict.fromkeys(h["target"])]
     for x in ratios:
-        print("{target:<6}  {least:.3f}-{most:.3f} {lists:7}{canvas:6.0f}{table:15}{used_table_only:19.2f}{used:16.2f}{none:6.1f}"
-              "{auto:6.1f}{naive:7.1f}".format(**x))
-    print("\nsimilarity of a prefix' K/V by layer: alone and with a question; between two questions; at the words of one of these")
+        print("{target:<6}  {least:.3f}-{most:.3f} {lists:7}{canvas:6.0f}{table:15}{used_table_only:19.2f}"
+              "{used:16.2f}{none:6.1f}{auto:6.1f}{naive:7.1f}".format(**x))
+    print("\nsimilarity of a prefix' K/V by layer: alone and with a question; between two questions; at the "
+          "words of one of these")
     for kind in r.kinds:
         print(f"  {kind} ({r.states[kind]['n']} pairs)")
         for what in ("alone", "between", "named"):
@@ -175,9 +188,12 @@ def show(found: dict) -> dict:
 
     def numbers(name, kind):
         (right, n), (lost, won, _) = r.right(name, kind), r.changes(name, kind)
-        return dict(n=n, right=right, interval=wilson(right, n), difference=r.difference(name, kind), lost=lost, won=won)
-    setups = {name: dict(saved=r.saved(name), seconds=row["seconds"], total=row["total"],
-                         kinds={kind or "all": numbers(name, kind) for kind in columns}) for name, row in r.rows.items()}
+        return dict(n=n, right=right, interval=wilson(right, n), difference=r.difference(name, kind),
+                    lost=lost, won=won)
+    setups = {}
+    for name, row in r.rows.items():
+        kinds = {kind or "all": numbers(name, kind) for kind in columns}
+        setups[name] = dict(saved=r.saved(name), seconds=row["seconds"], total=row["total"], kinds=kinds)
     return dict(setups=setups, ratios=ratios, states=r.states, verdicts=lines)
 
 
@@ -188,8 +204,9 @@ def by_ratio(r: Results, target: float) -> dict:
     ratio = [h["ratio"][i] for i in at]
     used = lambda name: mean(r.rows[name]["depths"][i] for i in at)
     share = lambda name: 100 * r.right(name, None, target)[0] / len(at)
-    return dict(target=target, mean=mean(ratio), least=min(ratio), most=max(ratio), lists=len({h["document"][i] for i in at}),
-                canvas=mean(h["canvas"][i] for i in at), table=chosen(h, target), used_table_only=used(TABLE), used=used(DEFAULT),
+    return dict(target=target, mean=mean(ratio), least=min(ratio), most=max(ratio),
+                lists=len({h["document"][i] for i in at}), canvas=mean(h["canvas"][i] for i in at),
+                table=chosen(h, target), used_table_only=used(TABLE), used=used(DEFAULT),
                 none=share(NONE), auto=share(DEFAULT), naive=share(NAIVE))
 
 
@@ -206,23 +223,27 @@ def verdicts(r: Results) -> list[str]:
     little = {kind: f" (none knows only {x:.0f}%: little to lose)" * (x < KNOWS) for kind, x in knows.items()}
     for kind, word in said.items():
         falls = [str(d) for d in range(L + 1) if r.difference(f"bicache depth {d}, R 16, all", kind)[2] < 0]
-        depths = f"fixed depths of {', '.join(falls)} layers surely lose" if falls else "no fixed depth surely loses"
-        lines.append(f"naive reuse, {kind}: {word}{little[kind]}, {points(r.difference(NAIVE, kind))} points; "
-                     f"{depths}")
+        depths = f"fixed depths of {', '.join(falls)} layers surely lose"
+        depths = depths if falls else "no fixed depth surely loses"
+        lost = points(r.difference(NAIVE, kind))
+        lines.append(f"naive reuse, {kind}: {word}{little[kind]}, {lost} points; {depths}")
     for kind in (fallen := [kind for kind, word in said.items() if word == "collapses"]):
         point, low, high = seen = r.difference(INTRA, kind)
-        lines.append(f"why, {kind}: prefix K/V that saw the question at the first step and were kept (intra, R 16) " + (
-            "keep its answers: what naive reuse lacks is the question in the prefix" if low > COLLAPSE else
-            "lose them as well: keeping K/V is the matter, not the question" if high < COLLAPSE else
-            "leave it open") + f", {points(seen)} points")
+        why = ("keep its answers: what naive reuse lacks is the question in the prefix" if low > COLLAPSE else
+               "lose them as well: keeping K/V is the matter, not the question" if high < COLLAPSE else
+               "leave it open")
+        lines.append(f"why, {kind}: prefix K/V that saw the question at the first step and were kept "
+                     f"(intra, R 16) {why}, {points(seen)} points")
     if not fallen:
         lines.append("why: no kind surely collapses under naive reuse on this model")
     change = {kind: x for kind in r.kinds if (x := r.dependence(kind)) is not None}
     hit, spared = ([x for kind, x in change.items() if said[kind] == word] for word in ("collapses", "holds"))
+    most_first = sorted(change.items(), key=lambda item: -item[1])
+    told = ("" if not hit or not spared else
+            "; the kinds that collapse change the most" if min(hit) > max(spared) else
+            "; not by itself the reason: a kind that holds changes as much as one that collapses")
     lines.append("prefix K/V change with the question (worst decile of tokens, worst layer): "
-                 + ", ".join(f"{kind} {x:.3f}" for kind, x in sorted(change.items(), key=lambda item: -item[1]))
-                 + ("" if not hit or not spared else "; the kinds that collapse change the most" if min(hit) > max(spared) else
-                    "; not by itself the reason: a kind that holds changes as much as one that collapses"))
+                 + ", ".join(f"{kind} {x:.3f}" for kind, x in most_first) + told)
     differences = {kind: r.difference(DEFAULT, kind) for kind in r.kinds}
     for kind, x in differences.items():
         lines.append(f"bicache auto, {kind}{little[kind]}: {points(x)} points; " + "; ".join(
@@ -232,18 +253,20 @@ def verdicts(r: Results) -> list[str]:
         lines.append(f"bicache auto within {limit} points of none on every kind ({whose}): " + (
             "NO" if "NO" in found else "yes" if found == {"yes"} else "yes, the intervals not of all"))
     for where, whole in (("on all", True), ("on a part of the", False)):
-        worst, name, kind = min((r.difference(name, kind), name, kind) for name, row in r.rows.items() for kind in r.kinds
-                                if name.startswith("bicache auto") and (row["places"] is None) == whole)
+        names = [name for name, row in r.rows.items()
+                 if name.startswith("bicache auto") and (row["places"] is None) == whole]
+        worst, name, kind = min((r.difference(name, kind), name, kind) for name in names for kind in r.kinds)
         lines.append(f"the worst of bicache auto {where} questions: {points(worst)} points, {kind}, {name}")
     for base in (NONE, NONE + SLOW):
         steps = r.rows[base]["forwards"]
-        lines.append(f"{base}: an answer takes {mean(steps):.1f} steps, at most {max(steps)}; from there on all R are the same work")
+        lines.append(f"{base}: an answer takes {mean(steps):.1f} steps, at most {max(steps)}; from there on "
+                     "all R are the same work")
     return lines
 
 
 def draw(found: dict) -> str:
-    """Exact match against depth as an SVG: a panel for each kind, a line for each ratio, the table's choice a ring, none's
-    level dashed. No background and mid-grey text: it reads on light and dark pages."""
+    """Exact match against depth as an SVG: a panel for each kind, a line for each ratio, the table's choice a
+    ring, none's level dashed. No background and mid-grey text: it reads on light and dark pages."""
     r, w, h, gap = Results(found), 250, 150, 52                         # of a panel; between two
     L, targets = r.header["layers"], list(dict.fromkeys(r.header["target"]))
     color = dict(zip(targets, COLORS * len(targets)))
@@ -251,11 +274,12 @@ def draw(found: dict) -> str:
     text = lambda x, y, words, more="": f'<text x="{x:.0f}" y="{y:.0f}"{more}>{words}</text>'
     columns = min(3, len(r.kinds))
     width, height = columns * (w + gap) + 16, 50 + -(-len(r.kinds) // columns) * (h + 70)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-           'font-size="11" fill="#7a7a7a">',
-           text(42, 16, "Exact match against the depth of reuse (bicache, R = 16, window all), by kind of question"),
-           text(42, 34, "r = P / T: " + " ".join(f'<tspan fill="{c}">&#9632;</tspan> {t:g}' for t, c in color.items()) +
-                ", ring: the table's depth, dashed: none")]
+    legend = " ".join(f'<tspan fill="{c}">&#9632;</tspan> {t:g}' for t, c in color.items())
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" viewBox="0 0 {width} {height}" '
+           'font-family="sans-serif" font-size="11" fill="#7a7a7a">',
+           text(42, 16, "Exact match against the depth of reuse (bicache, R = 16, window all), by kind of "
+                "question"),
+           text(42, 34, f"r = P / T: {legend}, ring: the table's depth, dashed: none")]
     for p, kind in enumerate(r.kinds):
         x0, y0 = 42 + p % columns * (w + gap), 74 + p // columns * (h + 70)
         x, y = (lambda d: x0 + d * w / L), (lambda share: y0 + h - share * h)
@@ -271,9 +295,12 @@ def draw(found: dict) -> str:
             if None in line:
                 continue
             title = f"r {t:g}: " + ", ".join(f"{share:.1%} at {d}" for d, share in enumerate(line))
-            at, d = " ".join(f"{x(d):.1f},{y(share):.1f}" for d, share in enumerate(line)), chosen(r.header, t)
+            at = " ".join(f"{x(d):.1f},{y(share):.1f}" for d, share in enumerate(line))
+            d = chosen(r.header, t)
+            none = f"M{x0} {y(rate(NONE, kind, t)):.1f}h{w}"
             out += [f'<g fill="none" stroke="{c}" stroke-width="1.5"><title>{title}</title>',
-                    f'<path d="M{x0} {y(rate(NONE, kind, t)):.1f}h{w}" stroke-dasharray="4 4" stroke-opacity="0.6"/>',
-                    f'<polyline points="{at}"/>', f'<circle cx="{x(d):.1f}" cy="{y(line[d]):.1f}" r="{3.5 + i:g}"/></g>']
+                    f'<path d="{none}" stroke-dasharray="4 4" stroke-opacity="0.6"/>',
+                    f'<polyline points="{at}"/>',
+                    f'<circle cx="{x(d):.1f}" cy="{y(line[d]):.1f}" r="{3.5 + i:g}"/></g>']
         out.append("</g>")
     return "\n".join([*out, "</svg>\n"])

@@ -1,5 +1,6 @@
-"""The sweep of the bench: time of one forward pass against its token-layers, for prefixes of 0 to 4000 tokens and 1 to 16
-requests at once, and its picture. Cost grows as docs/how-it-works.md says where the points follow the grey line."""
+"""The sweep of the bench: time of one forward pass against its token-layers, for prefixes of 0 to 4000 tokens
+and 1 to 16 requests at once, and its picture. Cost grows as docs/how-it-works.md says where the points follow
+the grey line."""
 import math
 from argparse import Namespace
 from collections import defaultdict
@@ -9,13 +10,15 @@ from statistics import median
 
 from bench.workloads import MODES, Workload, build, document, make_engine, make_requests
 
-PREFIXES, BATCHES, MIDDLE = (0, 250, 500, 1000, 2000, 4000), (1, 2, 4, 8, 16), 500      # tokens, requests, P of the batches
+PREFIXES, BATCHES = (0, 250, 500, 1000, 2000, 4000), (1, 2, 4, 8, 16)       # tokens, requests
+MIDDLE = 500                # P of the batches
 STEPS = 4                   # one token each: a first pass, with its refresh, and three more
 COLORS = "#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6f4e7c", "#00798c", "#8d5524", "#333333"
 
 
 def sweep(model, pairs: list, args) -> list:
-    """A point {mode, P, B, token_layers, seconds} for each kind of pass (by its token-layers), the median over passes."""
+    """A point {mode, P, B, token_layers, seconds} for each kind of pass (by its token-layers), the median
+    over passes."""
     c, points = model.config, []
     L = c.layers
     for P, B in [(P, 1) for P in PREFIXES] + [(MIDDLE, B) for B in BATCHES[1:]]:
@@ -36,22 +39,27 @@ def sweep(model, pairs: list, args) -> list:
                 for seconds, work, refresh in done:
                     passes[work, refresh].append(seconds)
             for (work, refresh), times in passes.items():
-                point = dict(mode=mode + " refresh" * refresh, P=len(w.prefix), B=B, token_layers=work, seconds=median(times))
-                print("{mode:<22} P {P:>5}  B {B:>3} {token_layers:>12,.0f} token-layers {seconds:9.4f} s".format(**point),
-                      flush=True)
+                point = dict(mode=mode + " refresh" * refresh, P=len(w.prefix), B=B, token_layers=work,
+                             seconds=median(times))
+                print("{mode:<22} P {P:>5}  B {B:>3} {token_layers:>12,.0f} token-layers {seconds:9.4f} s"
+                      .format(**point), flush=True)
                 points.append(point)
     return points
 
 
 def draw(points: list, path: str) -> None:
-    """The points on logarithmic axes, with a grey line where time is in proportion to the work; SVG, written by hand."""
+    """The points on logarithmic axes, with a grey line where time is in proportion to the work; SVG, written
+    by hand."""
     X, Y = ([math.log10(p[key]) for p in points] for key in ("token_layers", "seconds"))
     x0, x1, y0, y1 = math.floor(min(X)), math.ceil(max(X)), math.floor(min(Y)), math.ceil(max(Y))
     px, py = (lambda x: 70 + (x - x0) / (x1 - x0) * 520), (lambda y: 350 - (y - y0) / (y1 - y0) * 320)
     line = lambda a, b, color: (f'<path d="M{px(a[0]):.0f} {py(a[1]):.0f}L{px(b[0]):.0f} {py(b[1]):.0f}" '
                                 f'stroke="{color}"/>')
-    text = lambda x, y, words, anchor="start": f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{words}</text>'
-    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 400" font-family="sans-serif" font-size="12">',
+    def text(x, y, words, anchor="start"):
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{words}</text>'
+
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 400" font-family="sans-serif" '
+           'font-size="12">',
            '<rect width="780" height="400" fill="white"/>',
            text(330, 390, "token-layers of a pass", "middle"), text(14, 20, "seconds")]
     for x in range(x0, x1 + 1):
@@ -63,9 +71,11 @@ def draw(points: list, path: str) -> None:
     out.append(line((lo, lo + rate), (hi, hi + rate), "#999"))
     color = dict(zip(dict.fromkeys(p["mode"] for p in points), COLORS))
     for p, x, y in zip(points, X, Y):
-        out.append(f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="{2 + 2 * p["B"] ** 0.5:.1f}" fill="{color[p["mode"]]}" '
-                   f'fill-opacity="0.6"><title>{p["mode"]}, P {p["P"]}, B {p["B"]}</title></circle>')
+        r, fill = 2 + 2 * p["B"] ** 0.5, color[p["mode"]]
+        out.append(f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="{r:.1f}" fill="{fill}" fill-opacity="0.6">'
+                   f'<title>{p["mode"]}, P {p["P"]}, B {p["B"]}</title></circle>')
     for i, mode in enumerate(color):
-        out += [f'<circle cx="605" cy="{46 + 20 * i}" r="5" fill="{color[mode]}"/>', text(616, 50 + 20 * i, mode)]
+        out += [f'<circle cx="605" cy="{46 + 20 * i}" r="5" fill="{color[mode]}"/>',
+                text(616, 50 + 20 * i, mode)]
     out += [text(600, 60 + 20 * len(color), "larger dots: more requests"), "</svg>\n"]
     Path(path).write_text("\n".join(out), encoding="utf-8")

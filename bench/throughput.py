@@ -1,16 +1,18 @@
-"""How fast the modes are, side by side in one run: none, intra, fast, bicache, and bicache with a block window.
+"""How fast the modes are, side by side: none, intra, fast, bicache, and bicache with a block window.
 
-    python bench/throughput.py                          # llada-110m in float32; --workloads and --modes take parts of it
+    python bench/throughput.py                          # llada-110m, float32; --workloads, --modes take parts
     python bench/throughput.py --quick                  # a tiny model, under a minute
     python bench/throughput.py --sweep --svg cost.svg   # time of a pass against its token-layers
 
-Weights are random and seeded: they cost what real ones cost, and nothing is downloaded. Their confidence means nothing, so a
-threshold cannot be run; a fixed schedule of 3 tokens a step stands in for one. `fast` is Fast-dLLM's dual cache: nothing
-shared, and after a block's first step the rows of the block alone. Blocks are of 8, LLaDA's own setting for GSM8K.
+Weights are random and seeded: they cost what real ones cost, and nothing is downloaded. Their confidence
+means nothing, so a threshold cannot be run; a fixed schedule of 3 tokens a step stands in for one. `fast` is
+Fast-dLLM's dual cache: nothing shared, and after a block's first step the rows of the block alone. Blocks are
+of 8, LLaDA's own setting for GSM8K.
 
-The modes take turns in each repeat, and a ratio is the median of the ratios within a repeat. Prefixes are encoded before the
-clock starts: a hit is measured, and what an encoding costs stands apart. The *floor* is the same run with the prefix free: the
-request without it, nothing cached, the same window. Exit status 1 if tokens differ that must be equal (float32).
+The modes take turns in each repeat, and a ratio is the median of the ratios within a repeat. Prefixes are
+encoded before the clock starts: a hit is measured, and what an encoding costs stands apart. The *floor* is
+the same run with the prefix free: the request without it, nothing cached, the same window. Exit status 1 if
+tokens differ that must be equal (float32).
 """
 import argparse
 import json
@@ -29,11 +31,11 @@ sys.path.insert(0, str(ROOT))           # before bench/, whose kernels.py is not
 import torch  # noqa: E402
 
 from bench.sweep import draw, sweep  # noqa: E402
-from bench.workloads import (MODES, NAMES, OURS, SHAPES, Workload, build, make_engine, make_requests,  # noqa: E402
-                             plain_loop, random_model, read_questions)
+from bench.workloads import (MODES, NAMES, OURS, SHAPES, Workload, build, make_engine,  # noqa: E402
+                             make_requests, plain_loop, random_model, read_questions)
 from engine import Engine  # noqa: E402
 
-FLOORS = {"floor": "none", "floor+block": "fast"}       # whose engine runs it, on requests without their prefix
+FLOORS = {"floor": "none", "floor+block": "fast"}       # whose engine runs it, without the prefix
 SCHEDULES = {"fixed": 1, "3 a step": 3}                 # tokens a step
 
 
@@ -71,7 +73,11 @@ def measure(engines: dict, w: Workload, schedule: str, args) -> list:
         for m in modes[i % len(modes):] + modes[:i % len(modes)]:
             if len(runs[m]) < 2 or sum(r.seconds for r in runs[m]) < args.cell_seconds:
                 runs[m].append(go(m, batch[m]))
-    ratio = lambda a, b: median(x.seconds / y.seconds for x, y in zip(runs[a], runs[b])) if a in runs else None
+
+    def ratio(a, b):
+        if a not in runs:
+            return None
+        return median(x.seconds / y.seconds for x, y in zip(runs[a], runs[b]))
     rows = []
     for m in modes:
         seconds, results = median(r.seconds for r in runs[m]), runs[m][0].results
@@ -82,30 +88,34 @@ def measure(engines: dict, w: Workload, schedule: str, args) -> list:
             tokens_per_s=w.gen_length * len(results) / seconds, first_s=median(r.first for r in runs[m]),
             forwards=results[0].forwards, refreshes=results[0].refreshes, depth=results[0].depth,
             token_layers=sum(r.token_layers for r in results), times_fast=ratio("fast", m),
-            over_floor=1 / ratio(floor_of(m), m), compile_s=warm[m].seconds - seconds if args.compile else None,
+            over_floor=1 / ratio(floor_of(m), m),
+            compile_s=warm[m].seconds - seconds if args.compile else None,
             tokens=tokens, steady=all([r.tokens for r in x.results] == tokens for x in runs[m])))
     return rows
 
 
 def print_rows(rows: list) -> None:
-    print(f"  {'mode':<14}{'s':>8}{'tok/s':>8}{'first s':>9}{'forwards':>9}{'token-layers':>14}{'x fast':>8}{'/ floor':>8}"
-          f"{'runs':>5}")
+    print(f"  {'mode':<14}{'s':>8}{'tok/s':>8}{'first s':>9}{'forwards':>9}{'token-layers':>14}{'x fast':>8}"
+          f"{'/ floor':>8}{'runs':>5}")
     for r in rows:
         fast = f"{r['times_fast']:8.2f}" if r["times_fast"] else f"{'-':>8}"
         more = f"   compiling {r['compile_s']:.1f} s" if r["compile_s"] is not None else ""
-        print(f"  {r['mode']:<14}{r['seconds']:8.3f}{r['tokens_per_s']:8.1f}{r['first_s']:9.3f}{r['forwards']:9}"
-              f"{r['token_layers']:14,.0f}{fast}{r['over_floor']:8.2f}{r['runs']:5}{more}", flush=True)
+        print(f"  {r['mode']:<14}{r['seconds']:8.3f}{r['tokens_per_s']:8.1f}{r['first_s']:9.3f}"
+              f"{r['forwards']:9}{r['token_layers']:14,.0f}{fast}{r['over_floor']:8.2f}{r['runs']:5}{more}",
+              flush=True)
 
 
 def encoding_cost(engine: Engine, w: Workload, args) -> tuple[float, float]:
-    """Seconds and token-layers that the first request on a prefix pays: a miss under a salt of its own, less a hit."""
+    """Seconds and token-layers that the first request on a prefix pays: a miss under a salt of its own, less
+    a hit."""
     request = replace(make_requests(w, args.block_length, args.block_length)[0], salt="encoding cost")
     miss, *hits = [run(engine, [request], args.clock) for _ in range(4)]
     return miss.seconds - median(hit.seconds for hit in hits), miss.results[0].encode_token_layers
 
 
 def compare_plain(engine: Engine, w: Workload, args) -> dict:
-    """`none` against the plain loops, taking turns: {loop: (median seconds, median of none's time over its time)}."""
+    """`none` against the plain loops, taking turns: {loop: (median seconds, median of none's time over its
+    time)}."""
     request, times = make_requests(w, args.block_length, SCHEDULES["3 a step"])[0], defaultdict(list)
     rivals = {"none": lambda: engine.generate([request]),
               "plain loop": lambda: plain_loop(engine.model, request, True),
@@ -123,11 +133,14 @@ def check(engines: dict, model, w: Workload, rows: list, args) -> dict:
     request = make_requests(w, args.block_length, SCHEDULES[rows[0]["schedule"]])[0]
     neighbour = replace(request, prompt=w.own[0][::-1], prefix_len=0)
     tokens = {row["mode"]: row["tokens"][0] for row in rows}
-    slow = lambda **options: make_engine(model, [w], args, cache="bicache", depth=0, compile=False, **options).generate(
-        [request])[0].tokens
+
+    def slow(**options):
+        engine = make_engine(model, [w], args, cache="bicache", depth=0, compile=False, **options)
+        return engine.generate([request])[0].tokens
     claims = {}
     for m in args.modes:
-        claims[f"{m}: alone, beside a neighbour"] = engines[m].generate([neighbour, request])[1].tokens == tokens[m]
+        beside = engines[m].generate([neighbour, request])[1]
+        claims[f"{m}: alone, beside a neighbour"] = beside.tokens == tokens[m]
         if "bicache" in m:
             miss = engines[m].generate([replace(request, salt="equal tokens")])[0]
             claims[f"{m}: a hit, a miss"] = miss.tokens == tokens[m] and not miss.hit
@@ -142,18 +155,22 @@ def check(engines: dict, model, w: Workload, rows: list, args) -> dict:
 def machine(device: str, dtype: str) -> dict:
     """What a run depends on besides its options."""
     try:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True,
+                             text=True)
         commit = git.stdout.strip() or "unknown"
     except OSError:
         commit = "unknown"
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
-    return dict(torch=torch.__version__, device=f"{device} ({name})", dtype=dtype, threads=torch.get_num_threads(), commit=commit)
+    gpu = device.startswith("cuda")
+    name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
+    return dict(torch=torch.__version__, device=f"{device} ({name})", dtype=dtype,
+                threads=torch.get_num_threads(), commit=commit)
 
 
 def environment(args) -> dict:
     return machine(args.device, args.dtype) | dict(
-        clock=args.clock.__name__, shape=args.shape, seed=args.seed, questions=Path(args.questions).name, batch=args.batch,
-        gen_length=args.gen_length, block_length=args.block_length, refresh=args.refresh, compile=args.compile)
+        clock=args.clock.__name__, shape=args.shape, seed=args.seed, questions=Path(args.questions).name,
+        batch=args.batch, gen_length=args.gen_length, block_length=args.block_length, refresh=args.refresh,
+        compile=args.compile)
 
 
 def fail(message: str):
@@ -162,15 +179,18 @@ def fail(message: str):
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     add = parser.add_argument_group("workload").add_argument
     add("--shape", choices=SHAPES, help="layout of the random model (llada-110m; tiny with --quick)")
     add("--questions", default=str(OURS), metavar="FILE",
         help='lines of {"question": ..., "answer": ...}, as GSM8K has them (our own)')
-    add("--workloads", default=",".join(NAMES), help=f"which prefixes, separated by commas ({','.join(NAMES)})")
+    add("--workloads", default=",".join(NAMES),
+        help=f"which prefixes, separated by commas ({','.join(NAMES)})")
     add("--gen-length", type=int, default=32, metavar="N", help="tokens to generate (32)")
-    add("--block-length", type=int, default=8, metavar="N", help="tokens of a block; gen-length is a multiple of it (8)")
+    add("--block-length", type=int, default=8, metavar="N",
+        help="tokens of a block; gen-length is a multiple of it (8)")
     add("--batch", type=int, default=1, metavar="B", help="requests at once, all on one prefix (1)")
     add("--refresh", type=int, default=16, metavar="R", help="steps from one refresh to the next (16)")
     add = parser.add_argument_group("measuring").add_argument
@@ -179,15 +199,17 @@ def parse() -> argparse.Namespace:
     add("--cell-seconds", type=float, metavar="S",
         help="after two runs a mode repeats only while its runs in a table took less (60; 2 with --quick)")
     add("--clock", choices=("wall", "cpu"), default="wall",
-        help="cpu counts this process' own time, in all its threads: for --threads 1 on a busy machine (wall)")
+        help="cpu counts this process' own time, in all threads: for --threads 1 on a busy machine (wall)")
     add("--quick", action="store_true", help="defaults for a tiny model and less than a minute")
     add("--sweep", action="store_true",
         help="instead: time of a pass against token-layers, prefixes of 0 to 4000 tokens, batches of 1 to 16")
     add("--svg", metavar="FILE", help="where --sweep draws its picture")
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
-    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of weights and cache (float32)")
-    add("--threads", type=int, metavar="N", help="of the CPU; more than are idle make it slower, not faster (torch decides)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
+        help="of weights and cache (float32)")
+    add("--threads", type=int, metavar="N",
+        help="of the CPU; more than are idle make it slower, not faster (torch decides)")
     add("--compile", action="store_true", help="compile the steps; the time that takes stands apart")
     add("--seed", type=int, default=0, help="of the weights (0)")
     args = parser.parse_args()
@@ -206,7 +228,8 @@ def parse() -> argparse.Namespace:
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be positive")
     if args.gen_length % args.block_length:
-        fail(f"--gen-length is {args.gen_length}; it must be a multiple of --block-length ({args.block_length})")
+        fail(f"--gen-length is {args.gen_length}; it must be a multiple of --block-length "
+             f"({args.block_length})")
     if args.svg and not args.sweep:
         fail("--svg has no effect without --sweep")
     if args.svg and not Path(args.svg).parent.is_dir():
@@ -223,8 +246,9 @@ def main():
         pairs = read_questions(args.questions)
         workloads = build(pairs, SHAPES[args.shape], args.batch, args.gen_length)
         workloads = [w for w in workloads if w.name in args.workloads]
-        model = random_model(SHAPES[args.shape], args.device, getattr(torch, args.dtype), args.seed, args.compile)
-    except (ValueError, RuntimeError, AssertionError) as e:         # torch names a device that is not there in the latter two
+        shape, dtype = SHAPES[args.shape], getattr(torch, args.dtype)
+        model = random_model(shape, args.device, dtype, args.seed, args.compile)
+    except (ValueError, RuntimeError, AssertionError) as e:         # the latter two: torch, of a lost device
         fail(str(e).split("\n")[0])
     env = environment(args)
     print(", ".join(f"{key} {value}" for key, value in env.items()))
@@ -234,15 +258,17 @@ def main():
             draw(points, args.svg)
         print(json.dumps(dict(env=env, points=points)))
         return
-    print("random weights: their confidence means nothing, so a fixed schedule of 3 tokens a step stands in for a threshold")
+    print("random weights: their confidence means nothing, so a fixed schedule of 3 tokens a step stands in "
+          "for a threshold")
     engines = {m: make_engine(model, workloads, args, **MODES[m]) for m in {*args.modes, *FLOORS.values()}}
     rows, encoding, plain, claims = [], {}, {}, {}
     checked = next((w for w in workloads if w.name == "4-shot"), workloads[0])
     for w in workloads:
         for schedule in SCHEDULES:
             rows += (new := measure(engines, w, schedule, args))
-            print(f"\n{w.name}, {schedule}: prefix {len(w.prefix)}, own prompt {len(w.own[0])}, r {w.ratio:.2f}, depth "
-                  f"{max(r['depth'] for r in new)} of {model.config.layers}")
+            deepest = max(r["depth"] for r in new)
+            print(f"\n{w.name}, {schedule}: prefix {len(w.prefix)}, own prompt {len(w.own[0])}, "
+                  f"r {w.ratio:.2f}, depth {deepest} of {model.config.layers}")
             print_rows(new)
             if w is checked and schedule == "3 a step":
                 claims = check(engines, model, w, new, args)

@@ -1,9 +1,10 @@
-"""What the bench runs: models of random weights in the layouts of LLaDA and Dream, requests that share a prefix, engines,
-and the plain loop that they are held against.
+"""What the bench runs: models of random weights in the layouts of LLaDA and Dream, requests that share a
+prefix, engines, and the plain loop that they are held against.
 
-No network and no model files. There is no tokenizer either: a text is cut into pieces of up to four letters, about as
-many as a byte-level BPE makes of English, and each is hashed into the vocabulary. The same text gives the same ids, which is
-all that a prefix cache can tell; lengths, and so the prefix ratios, are near those of a real tokenizer and not equal to them.
+No network and no model files. There is no tokenizer either: a text is cut into pieces of up to four letters,
+about as many as a byte-level BPE makes of English, and each is hashed into the vocabulary. The same text
+gives the same ids, which is all that a prefix cache can tell; lengths, and so the prefix ratios, are near
+those of a real tokenizer and not equal to them.
 """
 import json
 import re
@@ -26,14 +27,18 @@ MODES = {                                   # name: what makes an engine of it
 }
 OURS = Path(__file__).with_name("questions.jsonl")
 SHAPES = {
-    "tiny": Config(layers=4, hidden=128, heads=2, kv_heads=2, mlp=256, vocab=2048, max_len=4096, theta=5e5, eps=1e-5,
-                   mask_id=2047, eos_id=2046, qkv_bias=False, tied=False),
-    "llada-110m": Config(layers=12, hidden=768, heads=12, kv_heads=12, mlp=2048, vocab=50368, max_len=4096, theta=5e5,
-                         eps=1e-5, mask_id=50367, eos_id=50366, qkv_bias=False, tied=False),
-    "llada-8b": Config(layers=32, hidden=4096, heads=32, kv_heads=32, mlp=12288, vocab=126464, max_len=4096, theta=5e5,
-                       eps=1e-5, mask_id=126336, eos_id=126081, qkv_bias=False, tied=False),
-    "dream-7b": Config(layers=28, hidden=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064, max_len=131072, theta=1e6,
-                       eps=1e-6, mask_id=151666, eos_id=151643, qkv_bias=True, tied=False, shift=True),
+    "tiny": Config(
+        layers=4, hidden=128, heads=2, kv_heads=2, mlp=256, vocab=2048, max_len=4096, theta=5e5, eps=1e-5,
+        mask_id=2047, eos_id=2046, qkv_bias=False, tied=False),
+    "llada-110m": Config(
+        layers=12, hidden=768, heads=12, kv_heads=12, mlp=2048, vocab=50368, max_len=4096, theta=5e5,
+        eps=1e-5, mask_id=50367, eos_id=50366, qkv_bias=False, tied=False),
+    "llada-8b": Config(
+        layers=32, hidden=4096, heads=32, kv_heads=32, mlp=12288, vocab=126464, max_len=4096, theta=5e5,
+        eps=1e-5, mask_id=126336, eos_id=126081, qkv_bias=False, tied=False),
+    "dream-7b": Config(
+        layers=28, hidden=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064, max_len=131072, theta=1e6,
+        eps=1e-6, mask_id=151666, eos_id=151643, qkv_bias=True, tied=False, shift=True),
 }
 FEW_SHOT = {1: 0.30, 4: 0.75, 8: 0.85}      # examples: the prefix ratio that their choice aims at
 DOCUMENT = 0.95                             # the ratio at which the long document is cut
@@ -42,7 +47,7 @@ NAMES = (*(f"{n}-shot" for n in FEW_SHOT), "document")
 
 @dataclass
 class Workload:
-    """Requests that share `prefix`: ids of each one's own prompt, and how many tokens are left for the answer."""
+    """Requests that share `prefix`: ids of each one's own prompt, and tokens left for the answer."""
     name: str
     prefix: list
     own: list
@@ -86,25 +91,30 @@ def read_questions(path) -> list:
                 raw = json.loads(line)
                 pairs.append((raw["question"] + "", raw["answer"] + ""))
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f'line {n} of {path} is no object with the texts "question" and "answer" ({e!r})') from e
+            raise ValueError(f'line {n} of {path} is no object with the texts "question" and "answer" '
+                             f"({e!r})") from e
     return pairs
 
 
 def build(pairs: list, config: Config, batch: int, gen_length: int) -> list[Workload]:
-    """Few-shot prefixes of 1, 4 and 8 examples, and a long document; `batch` questions of middling length ask of each.
+    """Few-shot prefixes of 1, 4 and 8 examples, and a long document; `batch` questions of middling length ask
+    of each.
 
-    Out of the examples, sorted by length, the neighbours are taken whose ratio comes nearest to the one aimed at. The
-    document is made of all that is not asked, numbered, and again with higher numbers while it is too short.
+    Out of the examples, sorted by length, the neighbours are taken whose ratio comes nearest to the one aimed
+    at. The document is made of all that is not asked, numbered, and again with higher numbers while it is too
+    short.
     """
     if len(pairs) < batch + max(FEW_SHOT):
-        raise ValueError(f"{len(pairs)} questions are too few; {batch} are asked and {max(FEW_SHOT)} are examples")
+        raise ValueError(f"{len(pairs)} questions are too few; {batch} are asked and {max(FEW_SHOT)} are "
+                         "examples")
     pairs = sorted(pairs, key=lambda pair: len(pair[0]))
     at = (len(pairs) - batch) // 2
     own = [encode(f"Question: {q}\nAnswer:", config) for q, _ in pairs[at:at + batch]]
     pairs = pairs[:at] + pairs[at + batch:]
     limit = config.max_len - max(map(len, own)) - gen_length
     if limit < 1:
-        raise ValueError(f"gen_length {gen_length} is too long; the model takes {config.max_len} tokens, prompt and all")
+        raise ValueError(f"gen_length {gen_length} is too long; the model takes {config.max_len} tokens, "
+                         "prompt and all")
     aim = lambda r: min(round(r / (1 - r) * (len(own[0]) + gen_length)), limit)
     shots = sorted((encode(f"Question: {q}\nAnswer: {a}\n\n", config) for q, a in pairs), key=len)
     made = []
@@ -126,34 +136,38 @@ def document(pairs: list, config: Config, tokens: int) -> list:
 
 
 def make_requests(w: Workload, block: int, pace: int, shared: bool = True) -> list[Request]:
-    """The requests of a workload, `pace` tokens a step in blocks of `block`; without their prefix if not `shared`."""
+    """The requests of a workload, `pace` tokens a step in blocks of `block`; without their prefix if not
+    `shared`."""
     steps = -(-block // pace) * (w.gen_length // block)
-    return [Request((w.prefix if shared else []) + own, prefix_len=len(w.prefix) if shared else 0, gen_length=w.gen_length,
-                    steps=steps, block_length=block, stop_at_eos=False) for own in w.own]
+    prefix = w.prefix if shared else []
+    return [Request(prefix + own, prefix_len=len(prefix), gen_length=w.gen_length, steps=steps,
+                    block_length=block, stop_at_eos=False) for own in w.own]
 
 
 def make_engine(model: Transformer, workloads: list, args, **options) -> Engine:
-    """An engine whose cache holds the longest of the prefixes and `args.batch` requests on it; a next prefix evicts the last.
-    Depths are LLaDA's published ones (Dream's for its layout), scaled to the layers of the model, which has random weights: so
-    nothing is measured that could lower them."""
+    """An engine whose cache holds the longest of the prefixes and `args.batch` requests on it; a next prefix
+    evicts the last. Depths are LLaDA's published ones (Dream's for its layout), scaled to the layers of the
+    model, which has random weights: so nothing is measured that could lower them."""
     c = model.config
-    layers, published = depth.PUBLISHED["Dream-org/Dream-v0-Instruct-7B" if c.shift else "GSAI-ML/LLaDA-8B-Instruct"]
+    name = "Dream-org/Dream-v0-Instruct-7B" if c.shift else "GSAI-ML/LLaDA-8B-Instruct"
+    layers, published = depth.PUBLISHED[name]
     table = {percent: d * c.layers // layers for percent, d in published.items()}
-    options = dict(max_batch=args.batch + 1, refresh=args.refresh, compile=args.compile, measure=0) | options   # + 1: a neighbour
+    batch = args.batch + 1                                                      # + 1: a neighbour
+    options = dict(max_batch=batch, refresh=args.refresh, compile=args.compile, measure=0) | options
     P = max(len(w.prefix) for w in workloads)
     own = max(max(map(len, w.own)) + w.gen_length for w in workloads)
     shared = options.get("cache") == "bicache"
-    tokens = shared * (P + 64) + args.batch * (P + own + 192) + own + 192                               # 192: pages' tails
+    tokens = shared * (P + 64) + args.batch * (P + own + 192) + own + 192       # 192: pages' tails
     size = c.layers * (2 * c.kv_heads * c.head_dim + shared * c.hidden) * model.embed.weight.element_size()
-    return Engine(model, table=table, cache_mb=tokens * size / 2**20 + 32, **options)                   # + 32: page tables
+    return Engine(model, table=table, cache_mb=tokens * size / 2**20 + 32, **options)      # + 32: page tables
 
 
 @torch.inference_mode()
 def plain_loop(model: Transformer, request: Request, all_rows: bool) -> list:
     """The reference: the whole canvas at each step, nothing kept, the most confident committed.
 
-    all_rows: logits of every row, as the authors' loops have it. Without, only of the rows that can be committed, which is
-    what the engine does and the harder rival in time.
+    all_rows: logits of every row, as the authors' loops have it. Without, only of the rows that can be
+    committed, which is what the engine does and the harder rival in time.
     """
     c, n, G, block = model.config, len(request.prompt), request.gen_length, request.block_length
     ids = torch.tensor([request.prompt + [c.mask_id] * G], device=model.embed.weight.device)
@@ -166,7 +180,7 @@ def plain_loop(model: Transformer, request: Request, all_rows: bool) -> list:
                 places = masked[lo:lo + block].nonzero()[:, 0] + lo                         # (M,)
                 rows = n + places - int(c.shift)
                 if not all_rows:
-                    model.logits = lambda x: head(x[:, rows])       # covers the method until it is taken off again
+                    model.logits = lambda x: head(x[:, rows])       # covers the method until taken off again
                 logits = model(ids)[0]                                                      # (T or M, V)
                 score = (logits[rows] if all_rows else logits).float().log_softmax(-1)      # (M, V)
                 score[:, c.mask_id] = float("-inf")
