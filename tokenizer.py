@@ -90,12 +90,7 @@ class Tokenizer:
         other = self.template.render([*safe[:-1], {"role": "user", "content": stand_ins.unused}], now)
         if stand_ins.unused not in other:
             raise ValueError("The chat template leaves out the last message.")
-        tokens, at = [], 0
-        for token, start, end in self.words.find_special(text):
-            tokens += self._ordinary(stand_ins.take_back(text[at:start]), at)
-            tokens.append(Token(token, start, end))
-            at = end
-        tokens += self._ordinary(stand_ins.take_back(text[at:]), at)
+        tokens = self._rendered(text, stand_ins.take_back)
         return _count_inside(tokens, len(os.path.commonprefix([text, other])))
 
     def decode(self, ids):
@@ -103,10 +98,19 @@ class Tokenizer:
         known, hidden = self.words.spelling, self.words.hidden
         return self.words.library.decode([i for i in ids if i in known and i not in hidden])
 
+    def _rendered(self, text, take_back):
+        """The tokens of a rendering: special ones where it spells them, and ordinary text between."""
+        _check_letters(text)
+        tokens, at = [], 0
+        for i, start, end in self.words.find_special(text):
+            tokens += self._ordinary(take_back(text[at:start]), at)
+            tokens.append(Token(i, start, end))
+            at = end
+        return tokens + self._ordinary(take_back(text[at:]), at)
+
     def _ordinary(self, text, at=0):
         """The tokens of ordinary text that stands `at` characters behind the start of the whole."""
-        if bad := next((c for c in text if "\ud800" <= c <= "\udfff"), None):
-            raise ValueError(f"The text has half a character, {bad!r}, which no UTF-8 holds; leave it out.")
+        _check_letters(text)
         found = self.words.library.encode(text)
         if wrong := [start for i, (start, _) in found if i in self.words.never and start < len(text)]:
             return self._ordinary_in_pieces(text, wrong, at)
@@ -131,6 +135,15 @@ def _check_request(request):
     if not (asks and texts and isinstance(request.get("raw", False), bool)) and keys != {"messages"}:
         raise ValueError('A request is {"messages": [...]} or {"prefix": text, "prompt": text, "raw": true}, '
                          f"prefix and raw optional; not {str(request)[:80]}.")
+
+
+def _check_letters(text):
+    """ValueError for a lone surrogate, as "\\ud83d" in a line of JSON: no library encodes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The text has half a character, {text[error.start]!r}, which no UTF-8 holds; "
+                         "leave it out.") from None
 
 
 def _check_messages(messages):

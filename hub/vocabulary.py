@@ -69,7 +69,7 @@ class Vocabulary:
         declared = self.library.control | (declared_special(config, named) & ids.keys())
         self.special = self._choose_special(declared, sample, {self.mask_id, *eos, *pad})
         self.never = set(self.special.values()) - {self.library.unknown}
-        self._pattern = pattern([(word, added.get(word, FLAGS)) for word in self.special])
+        self._finder = finder({word: added.get(word, FLAGS) for word in self.special})
         self.library.load(self.special)
         fillers = self._fillers(pad)
         self.eos_ids = {*eos, *fillers, self._end_of_turn(sample)} - {None}
@@ -97,8 +97,10 @@ class Vocabulary:
 
     def find_special(self, text):
         """(id, start, end) of each special token that `text` spells, with the spaces that it takes."""
-        for found in self._pattern.finditer(text):
-            yield self.special[found[found.lastindex]], found.start(), found.end()
+        found = self._finder.encode(text)
+        for number, (start, end) in zip(found.ids, found.offsets):
+            if number:                                              # 0 is what stands between them
+                yield self.special[self._finder.id_to_token(number)], start, end
 
 
 # -- the files ----------------------------------------------------------------------------------------------
@@ -238,19 +240,17 @@ def is_filler(word):
     return is_markup(word) and word.strip("<[|]>").lower().split("_")[-1] == "pad"
 
 
-def pattern(words):
-    """A regular expression of the spellings, each one a group, in the order given.
+def finder(flags):
+    """A tokenizer that knows these tokens and nothing else, and so finds them as the library does.
 
-    A token with lstrip or rstrip (Phi's <|end|>, BERT's [MASK]) takes the spaces beside it; one with
-    single_word has no letter beside it.
+    Their flags say what they take with them or ask for: lstrip and rstrip (Phi's <|end|>, BERT's [MASK]) the
+    spaces beside them, single_word that no letter stands there.
     """
-    choices = []
-    for word, flags in words:
-        choice = f"({re.escape(word)})"
-        if flags["single_word"]:
-            choice = rf"(?<!\w){choice}(?!\w)"
-        choices.append(r"\s*" * flags["lstrip"] + choice + r"\s*" * flags["rstrip"])
-    return re.compile("|".join(choices) or "(?!)")
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
+    core.add_special_tokens([
+        tokenizers.AddedToken(word, single_word=f["single_word"], lstrip=f["lstrip"], rstrip=f["rstrip"],
+                              normalized=f["normalized"]) for word, f in flags.items()])
+    return core
 
 
 # -- the libraries ------------------------------------------------------------------------------------------
