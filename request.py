@@ -240,7 +240,7 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
 
 
 def _check_types(r: Request) -> None:
-    """ValueError unless numbers are numbers."""
+    """ValueError unless numbers are numbers, texts are texts, and what is on or off is True or False."""
     for name in ("prefix_len", "gen_length", "steps", "block_length", "seed", "top_k"):
         if getattr(r, name) is not None or name in ("gen_length", "seed"):
             whole(name, getattr(r, name))
@@ -249,8 +249,12 @@ def _check_types(r: Request) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number and not (value is None and getattr(Request, name) is None):
             raise ValueError(f"{name} is {value!r}; it must be a number")
-    if not isinstance(r.salt, str):
-        raise ValueError(f"salt is {r.salt!r}; it must be a text")
+    for name in ("salt", "remasking"):
+        if not isinstance(getattr(r, name), str):
+            raise ValueError(f"{name} is {getattr(r, name)!r}; it must be a text")
+    for name in ("stop_at_eos", "logits_eos_inf", "confidence_eos_eot_inf"):
+        if not isinstance(getattr(r, name), bool):
+            raise ValueError(f"{name} is {getattr(r, name)!r}; it must be true or false")
 
 
 def _check_choice(r: Request, vocab: int) -> None:

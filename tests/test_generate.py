@@ -1,10 +1,12 @@
-"""`generate.py` as people run it: a process, its output, its exit code."""
+"""`generate.py` as people run it: its output, its exit code; as a process where that is the point."""
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,139 +15,100 @@ from conftest import ROOT
 import generate
 
 DOCUMENT = "The golden data are two tiny checkpoints with random weights. The weights are random but decisive."
-ASK = ["--prefix", DOCUMENT, "--prompt", "Which weights?", "--prompt", "How many checkpoints are there?", "--gen-length", "12"]
+QUESTIONS = "Which weights?", "How many checkpoints are there?"
+ASK = ["--prefix", DOCUMENT, *(x for question in QUESTIONS for x in ("--prompt", question)), "--gen-length", "12"]
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def run(*args, **kw):
-    return subprocess.run([sys.executable, ROOT / "generate.py", *map(str, args)], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"}, **kw)
+@pytest.fixture
+def run(text_folder, capsys):
+    """Call main on the model folder: exit code, standard output, standard error."""
+    def call(*args):
+        code = generate.main(["--model", str(text_folder), *map(str, args)])
+        return code, *capsys.readouterr()
+    return call
+
+
+def start(text_folder, *args, **kw):
+    """The same as a process."""
+    command = [sys.executable, ROOT / "generate.py", "--model", text_folder, *map(str, args)]
+    return subprocess.Popen(command, **dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV) | kw)
+
+
+def objects(text: str) -> list:
+    """The results in --json's output, by index."""
+    return sorted(map(json.loads, text.splitlines()), key=lambda found: found["index"])
+
+
+def write_lines(path, *lines):
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="module")
 def plain(text_folder):
     """The answers without a cache."""
-    return [json.loads(line) for line in run("--model", text_folder, *ASK, "--cache", "none", "--json").stdout.splitlines()]
+    stdout, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        assert generate.main(["--model", str(text_folder), *ASK, "--cache", "none", "--json"]) == 0
+        return objects(sys.stdout.getvalue())
+    finally:
+        sys.stdout = stdout
 
 
-def test_text(text_folder, plain):
+# -- what is told -----------------------------------------------------------------------------------------------
+
+
+def test_text(run, plain):
     """Questions with their answers, the table, the totals; the same answers as --json gives."""
-    out = run("--model", text_folder, *ASK, "--cache", "none")
-    assert out.returncode == 0 and not out.stderr
-    for question, answer in zip(("Which weights?", "How many checkpoints are there?"), plain):
-        assert f"Q  {question}\nA  {answer['text']}\n" in out.stdout
-    assert re.search(r"request +prefix +ratio +depth +cache +refreshes +steps +generated", out.stdout)
-    assert re.search(r"none +[\d,]+ token-layers", out.stdout)
+    code, out, err = run(*ASK, "--cache", "none")
+    assert code == 0 and not err
+    for question, answer in zip(QUESTIONS, plain):
+        assert f"Q  {question}\nA  {answer['text'].strip()}\n" in out
+    assert re.search(r"request +prefix +ratio +depth +cache +refreshes +steps +generated", out)
+    assert re.search(r"none +[\d,]+ token-layers", out)
 
 
-@pytest.mark.parametrize("cache", [["none"], ["intra", "--refresh", 1], ["bicache", "--depth", 0, "--refresh", 1],
-                                   ["bicache", "--depth", 2], ["naive"], ["bicache", "--depth", 3, "--window", "block",
-                                                                          "--block-length", 4]])
-def test_every_cache_mode(text_folder, plain, cache):
-    """One JSON object a line and nothing else; the exact modes give the tokens of no cache, the sharing ones a miss, then a
-    hit."""
-    out = run("--model", text_folder, *ASK, "--cache", *cache, "--json")
-    assert out.returncode == 0 and not out.stderr
-    lines = sorted((json.loads(line) for line in out.stdout.splitlines()), key=lambda r: r["index"])
-    assert len(lines) == 2 and all(set(line) >= {"text", "tokens", "finish_reason", "depth", "hit"} for line in lines)
-    if 1 in cache or cache == ["none"]:
-        assert [r["tokens"] for r in lines] == [r["tokens"] for r in plain]
-    if cache[0] == "naive" or 2 in cache or 3 in cache:
-        assert [r["hit"] for r in lines] == [False, True] and lines[0]["prefix_tokens"] == lines[1]["prefix_tokens"] > 20
+@pytest.mark.parametrize("cache, exact", [
+    (["none"], True), (["intra", "--refresh", 1], True), (["bicache", "--depth", 0, "--refresh", 1], True),
+    (["bicache", "--depth", 2], False), (["naive"], False),
+    (["bicache", "--depth", 3, "--window", "block", "--block-length", 4], False)])
+def test_every_cache_mode(run, plain, cache, exact):
+    """One JSON object a line and nothing else; the exact modes give the tokens of no cache, the sharing ones a
+    miss, then a hit."""
+    code, out, err = run(*ASK, "--cache", *cache, "--json")
+    found = objects(out)
+    assert code == 0 and not err and len(found) == 2
+    assert all(set(line) >= {"text", "tokens", "finish_reason", "depth", "hit"} for line in found)
+    if exact:
+        assert [r["tokens"] for r in found] == [r["tokens"] for r in plain]
+    else:
+        assert [r["hit"] for r in found] == [False, True]
+        assert found[0]["prefix_tokens"] == found[1]["prefix_tokens"] > 20
 
 
-def test_requests_file_and_output(text_folder, tmp_path):
-    """A file of requests, as prefix and prompt or as chats; the results land in the output file, a line each."""
-    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    chat = {"messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": "Which weights?"}]}
-    path.write_text(json.dumps({"prefix": DOCUMENT, "prompt": "Which weights?"}) + "\n" + json.dumps(chat) + "\n")
-    out = run("--model", text_folder, "--requests", path, "--gen-length", 6, "--depth", 2, "--json", "--output", output)
-    assert out.returncode == 0 and output.read_text() == out.stdout and not (tmp_path / "out.jsonl.tmp").exists()
-    first, second = map(json.loads, out.stdout.splitlines())
-    assert first["tokens"] == second["tokens"] and second["hit"]
-
-
-def test_trace_and_compare(text_folder):
-    """The trace shows, layer by layer, the refresh every R steps and where K/V were read; --compare runs again without."""
-    out = run("--model", text_folder, *ASK, "--depth", 2, "--refresh", 4, "--no-eos", "--trace", "--compare").stdout
+def test_trace_and_compare(run):
+    """The trace shows, layer by layer, the refresh every R steps and where K/V were read; --compare runs again
+    without."""
+    _, out, _ = run(*ASK, "--depth", 2, "--refresh", 4, "--no-eos", "--trace", "--compare")
     assert "layer   3 #ppp#ppp#ppp" in out and "layer   1 ssssssssssss" in out
     assert re.search(r"of 2 answers equal", out)
-
-
-@pytest.mark.parametrize("args, says", [
-    (["--steps", "0"], "steps is 0"), (["--gen-length", "-1"], "gen_length is -1"), (["--depth", "x"], "--depth: 'x' is neither"),
-    (["--depth", "99"], "depth is 99"), (["--cache", "none", "--depth", "2"], "--depth has an effect only with"),
-    (["--cache", "naive", "--refresh", "2"], "--refresh has no effect"), (["--requests", "x.jsonl"], "brings its own prompts"),
-    (["--watch"], "in a terminal"), (["--trace", "--json"], "leave it out"), (["--remasking", "best"], "remasking is 'best'"),
-    (["--model", "/nowhere"], "no model folder"), (["--output", "/nowhere/x"], "--output /nowhere/x cannot be written"),
-    (["--cache-mb", "0.1"], "set cache_mb to"), (["--prompt", "@/nowhere"], "/nowhere cannot be read"),
-    (["--device", "cuda"], "torch finds no GPU"), (["--depth", "²"], "--depth: '²' is neither"), (["--output", "/dev/null"], "no ordinary"),
-    (["--output", "/"], "no ordinary"), (["--seed", "3"], "--seed has an effect only"), (["--cache", "none", "--salt", "x"], "--salt"),
-    (["--cache", "none", "--no-auto-prefix"], "--auto-prefix has"), (["--seed", str(2**40), "--temperature", "1"], "seed is 1099511627776")])
-def test_bad_options(text_folder, args, says, capsys):
-    """Exit code 2, one line on standard error that says what to do, nothing on standard output."""
-    if "cuda" in args and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    code, (out, err) = generate.main(["--model", str(text_folder), *ASK, *args]), capsys.readouterr()
-    assert code == 2 and out == "" and says in err and len(err.splitlines()) == 1
-
-
-def test_bad_option_as_a_process(text_folder):
-    """The same from outside: the exit code is the process' own; argparse's own refusals included."""
-    out = run("--model", text_folder, *ASK, "--threshold", "2")
-    assert out.returncode == 2 and not out.stdout and out.stderr == "generate.py: request 0: threshold is 2.0; it must be above 0 and at most 1\n"
-    out = run("--bogus")
-    assert out.returncode == 2 and not out.stdout and out.stderr == "generate.py: unrecognized arguments: --bogus\n"
-
-
-@pytest.mark.parametrize("line, says", [("{", "line 2 of"), ('{"text": 1}', "line 2 of"), ('{"messages": []}', "list of messages"),
-                                        ('{"prefix": 3, "prompt": "x"}', "line 2 of"), ("[]", "line 2 of"), ("[" * 100_000, "line 2 of")])
-def test_unreadable_requests(text_folder, tmp_path, line, says, capsys):
-    """The line that cannot be used is named, before the model runs."""
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "x"}\n' + line + "\n")
-    code, (out, err) = generate.main(["--model", str(text_folder), "--requests", str(path)]), capsys.readouterr()
-    assert code == 2 and not out and says in err and "line 2" in err and len(err.splitlines()) == 1
-
-
-def test_interrupt_leaves_whole_lines(text_folder, tmp_path):
-    """Symptom: an interrupted run leaves half a line, or nothing of what was done. Exit code 130; the output file holds the
-    finished results, each line whole."""
-    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(400)))
-    process = subprocess.Popen([sys.executable, ROOT / "generate.py", "--model", text_folder, "--requests", path, "--json",
-                                "--gen-length", "100", "--max-batch", "1", "--output", output], stdout=subprocess.PIPE, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
-    first = [process.stdout.readline() for _ in range(2)]
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    lines = output.read_text()
-    assert lines.startswith("".join(first)) and lines.endswith("\n") and len(lines.splitlines()) < 400
-    assert all(json.loads(line)["tokens"] for line in lines.splitlines())
-
-
-def test_help_groups(capsys):
-    """The options stand in their groups, each with its help."""
-    with pytest.raises(SystemExit):
-        generate.main(["--help"])
-    out = capsys.readouterr().out
-    assert all(f"\n{group}:\n" in out for group in ("model", "input", "decoding", "cache", "output"))
 
 
 def test_watch_draws_in_a_terminal(text_folder, plain):
     """The canvases fill up in place; at the end questions and answers stand as without --watch."""
     pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system")
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, ROOT / "generate.py", "--model", text_folder, *ASK, "--cache", "none", "--watch"],
-                               stdout=theirs, stderr=theirs, env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"})
+    process = start(text_folder, *ASK, "--cache", "none", "--watch", stdout=theirs, stderr=theirs,
+                    env=ENV | {"COLUMNS": "200", "LINES": "24"})
     os.close(theirs)
     shown = b""
     while chunk := read(ours):
         shown += chunk
     assert process.wait() == 0
-    shown = shown.decode()
+    shown = shown.decode().replace("\r", "")
     assert shown.count("░") >= 11 and shown.index("░") < shown.index("Q  Which weights?")
-    assert all(f"A  {answer['text']}" in shown.replace("\r", "") for answer in plain)
+    assert all(f"A  {answer['text'].strip()}" in shown for answer in plain)
 
 
 def read(terminal):
@@ -155,27 +118,289 @@ def read(terminal):
         return b""
 
 
-def test_line_separators_inside_a_text(text_folder, tmp_path, capsys):
+def test_the_text_is_not_stripped(run, text_folder, capsys):
+    """Symptom: white space at the ends of an answer is gone from --json. Cause: it was stripped for the eye.
+    Fixed: the JSON's text is what the tokenizer says of the tokens."""
+    from tokenizer import Tokenizer
+    _, out, _ = run(*ASK, "--no-eos", "--json")
+    decode = Tokenizer.from_folder(text_folder).decode
+    assert all(found["text"] == decode(found["tokens"]) for found in objects(out))
+    assert any(found["text"] != found["text"].strip() for found in objects(out))        # or this shows nothing
+
+
+def listen(monkeypatch, hear):
+    """Let a function of an event listen, too, behind all others."""
+    class Listener:
+        event, end = staticmethod(hear), staticmethod(lambda: None)
+    listeners = generate.listeners
+    monkeypatch.setattr(generate, "listeners", lambda *args: [*listeners(*args)[:-1], Listener, listeners(*args)[-1]])
+
+
+@pytest.mark.parametrize("how", [["--json"], ["--cache", "naive"]])
+def test_memory_does_not_grow_with_the_requests(run, tmp_path, monkeypatch, how):
+    """Symptom: 1.8 GB for 10,000 requests of 128 steps. Cause: all events were kept to the end, though no trace was
+    to be drawn, and all results. Fixed: who listens keeps what it prints; counted here, by references to them,
+    events and results that are alive while the last request ends."""
+    path, seen, alive = write_lines(tmp_path / "in.jsonl", *({"prompt": str(i)} for i in range(12))), [], []
+
+    def hear(event):
+        seen.extend(map(weakref.ref, filter(None, (event, event.result))))
+        alive.append(sum(ref() is not None for ref in seen))
+    listen(monkeypatch, hear)
+    code, _, _ = run("--requests", path, "--gen-length", 3, "--max-batch", 2, *how)
+    assert code == 0 and len(seen) >= 12 * 4 and max(alive) <= 6
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--steps", "0"], "steps is 0"),
+    (["--gen-length", "-1"], "gen_length is -1"),
+    (["--depth", "99"], "depth is 99"),
+    (["--remasking", "best"], "remasking is 'best'"),
+    (["--model", "/nowhere"], "no model folder"),
+    (["--output", "/nowhere/x"], "--output /nowhere/x cannot be written"),
+    (["--output", "/dev/null"], "no ordinary"),
+    (["--output", "/"], "no ordinary"),
+    (["--cache-mb", "0.1"], "set cache_mb to"),
+    (["--prompt", "@/nowhere"], "/nowhere cannot be read"),
+    (["--device", "cuda"], "torch finds no GPU"),
+    (["--device", "cuda:1"], "torch finds no GPU"),
+    (["--seed", str(2**40), "--temperature", "1"], "seed is 1099511627776"),
+])
+def test_bad_options(run, args, says):
+    """Exit code 2, one line on standard error that says what to do, nothing on standard output."""
+    if "--device" in args and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    code, out, err = run(*ASK, *args)
+    assert code == 2 and out == "" and says in err and len(err.splitlines()) == 1
+
+
+def test_bad_option_as_a_process(text_folder):
+    """The same from outside: the exit code is the process' own."""
+    process = start(text_folder, *ASK, "--threshold", 2, text=True)
+    out, err = process.communicate()
+    assert process.returncode == 2 and not out
+    assert err == "generate.py: --prompt number 1: threshold is 2.0; it must be above 0 and at most 1\n"
+
+
+@pytest.mark.parametrize("line, says", [
+    ("{", "line 3 of"), ('{"text": 1}', "line 3 of"), ('{"messages": []}', "list of messages"),
+    ('{"prefix": 3, "prompt": "x"}', "has prefix 3"), ("[]", "line 3 of"), ("[" * 100_000, "nested too deeply"),
+    ('{"prompt": "x", "gen_length": 0}', "gen_length is 0"), ('{"prompt": "\\ud800"}', "line 3 of"),
+    ('{"prompt": "x", "remasking": ["random"]}', "remasking is"), ('{"prompt": "x", "stop_at_eos": "no"}', "no"),
+    ('{"prompt": "x", "prefix_len": 99}', "prefix_len is 99")])
+def test_unreadable_requests(run, tmp_path, line, says):
+    """Symptom: the message names request 1, which is line 3 of the file; a JSON line's option is not checked.
+    Cause: requests were counted from 0, behind blank lines. The line is named, before the model runs."""
+    path = write_lines(tmp_path / "in.jsonl", '{"prompt": "x"}', "", line)
+    code, out, err = run("--requests", path)
+    assert code == 2 and not out and says in err and "line 3 of" in err and len(err.splitlines()) == 1
+
+
+def test_a_default_length_without_room(run, text_folder, tmp_path):
+    """Symptom: a generation_config.json that asks for more than the model holds refuses every prompt. The length
+    is cut to the room that there is, and a sentence says so; one that was given is refused, as ever."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in text_folder.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 100000}')
+    ask = ["--model", folder, "--prompt", "x", "--json", "--threshold", "0.01"]
+    code, out, err = run(*ask)
+    assert code == 0 and len(out.splitlines()) == 1 and err.startswith("generate.py: 1 of 1 answers get less than ")
+    code, out, err = run(*ask, "--gen-length", 100000)
+    assert code == 2 and "shorten one" in err
+    for wrong in ('"32"', "true", "0"):
+        (folder / "generation_config.json").write_text(f'{{"max_new_tokens": {wrong}}}')
+        code, out, err = run(*ask)
+        assert code == 2 and "max_new_tokens is" in err
+
+
+# -- what comes in ----------------------------------------------------------------------------------------------
+
+
+def test_equal_texts_give_equal_ids(run, tmp_path, monkeypatch):
+    """Symptom: --prefix 'Ann is in Oslo.\\n\\n' --prompt 'Q: who?' gives other ids than the two joined, and than
+    the same in a file of requests. Cause: texts were stripped, and line ends translated. Fixed: texts are as
+    given, through whichever door."""
+    import tokenizer
+    seen, split = [], tokenizer.Tokenizer.split
+
+    def spy(self, prefix, rest):
+        seen.append(split(self, prefix, rest))
+        return seen[-1]
+    monkeypatch.setattr(tokenizer.Tokenizer, "split", spy)
+    prefix, prompt = "\ufeff Ann is in Oslo.\r\n\n"[1:], "Q: who? \n"
+    (tmp_path / "prefix.txt").write_bytes(prefix.encode("utf-8-sig"))
+    lines = write_lines(tmp_path / "in.jsonl", {"prefix": prefix, "prompt": prompt, "raw": True})
+    for doors in (["--prefix", prefix, "--prompt", prompt, "--raw"],
+                  ["--prefix", f"@{tmp_path / 'prefix.txt'}", "--prompt", prompt, "--raw"],
+                  ["--requests", lines]):
+        assert run(*doors, "--gen-length", 1)[0] == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prefix.encode())))
+    assert run("--prefix", "-", "--prompt", prompt, "--raw", "--gen-length", 1)[0] == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.read_bytes())))
+    assert run("--requests", "-", "--gen-length", 1)[0] == 0
+    assert len(seen) == 5 and all(ids == seen[0] for ids in seen)
+
+
+def test_raw_is_one_running_text(run, text_folder, tmp_path):
+    """Symptom: a base model whose folder brings a chat template cannot be asked to go on with a text. With --raw,
+    or "raw" in a line, no template stands around prefix and prompt; a line has the last word."""
+    from tokenizer import Tokenizer
+    _, P = Tokenizer.from_folder(text_folder).split("Ann is ", "in")
+    lines = write_lines(tmp_path / "in.jsonl", {"prefix": "Ann is ", "prompt": "in"},
+                        {"prefix": "Ann is ", "prompt": "in", "raw": False})
+    _, out, _ = run("--requests", lines, "--raw", "--gen-length", 2, "--cache", "naive", "--json")
+    raw, chat = objects(out)
+    assert raw["prefix_tokens"] == P < chat["prefix_tokens"]
+
+
+def test_draws_differ_by_place_and_repeat(run, tmp_path):
+    """Symptom: the same prompt four times at a temperature gives four equal answers. Cause: one seed for all.
+    Fixed: number i has seed + i, so that number 2 at seed 5 is number 0 at seed 7; a line's own seed counts as
+    it is."""
+    draw = ["--temperature", "1", "--gen-length", 8, "--no-eos", "--json"]
+    _, out, _ = run(*["--prompt", "who"] * 4, "--seed", 5, *draw)
+    four = [tuple(found["tokens"]) for found in objects(out)]
+    assert len(set(four)) == 4
+    lines = write_lines(tmp_path / "in.jsonl", {"prompt": "who"}, {"prompt": "who", "seed": 6}, {"prompt": "who"})
+    _, out, _ = run("--requests", lines, "--seed", 7, *draw)
+    found = [tuple(found["tokens"]) for found in objects(out)]
+    assert found[:2] == [four[2], four[1]] and found[2] not in found[:2]
+
+
+def test_a_line_brings_its_own_options(run, tmp_path):
+    """Symptom: gen_length in a JSONL line was refused, or would have been ignored. A line may hold any field of
+    Request by its name; it goes before the command line's, null takes that back, and an id comes out again."""
+    lines = write_lines(
+        tmp_path / "in.jsonl", {"prompt": "a", "gen_length": 3, "id": {"any": "\ud800"}},
+        {"prompt": "b", "steps": None, "threshold": 0.01, "id": 7}, {"prompt": "c"})
+    code, out, _ = run("--requests", lines, "--gen-length", 5, "--steps", 5, "--no-eos", "--json")
+    assert code == 2                                    # steps 5 of gen_length 3
+    lines.write_text(lines.read_text().replace('"gen_length": 3', '"gen_length": 3, "steps": 3'))
+    code, out, _ = run("--requests", lines, "--gen-length", 5, "--steps", 5, "--no-eos", "--json")
+    found = objects(out)
+    assert code == 0 and [len(x["tokens"]) for x in found] == [3, 5, 5] and [x["forwards"] for x in found] == [3, 1, 5]
+    assert found[0]["id"] == {"any": "\ud800"} and found[1]["id"] == 7 and "id" not in found[2]
+
+
+# -- what goes out, and how it ends -----------------------------------------------------------------------------
+
+
+def test_requests_file_and_output(run, tmp_path):
+    """A file of requests, as prefix and prompt or as chats; the results land in the output file, a line each."""
+    output = tmp_path / "out.jsonl"
+    chat = {"messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": "Which weights?"}]}
+    path = write_lines(tmp_path / "in.jsonl", {"prefix": DOCUMENT, "prompt": "Which weights?"}, chat)
+    code, out, _ = run("--requests", path, "--gen-length", 6, "--depth", 2, "--json", "--output", output)
+    assert code == 0 and output.read_text(encoding="utf-8") == out and len(list(tmp_path.iterdir())) == 2
+    first, second = objects(out)
+    assert first["tokens"] == second["tokens"] and second["hit"]
+
+
+def test_line_separators_inside_a_text(run, tmp_path):
     """Symptom: a JSON string that holds U+2028 raw is cut there. Only newlines end a line."""
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
-    assert generate.main(["--model", str(text_folder), "--requests", str(path), "--gen-length", "2", "--json"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    path = write_lines(tmp_path / "in.jsonl", '{"prompt": "one\u2028two"}')
+    code, out, _ = run("--requests", path, "--gen-length", 2, "--json")
+    assert code == 0 and len(out.splitlines()) == 1
 
 
-def test_an_empty_prompt_and_a_link_as_output(text_folder, tmp_path, capsys):
-    """An empty prompt is a prompt where a template surrounds it; the output goes to what a link stands for."""
+def test_an_empty_prompt_and_a_link_as_output(run, tmp_path):
+    """An empty text in a file is a prompt, where a template surrounds it; the output goes to what a link stands
+    for."""
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert generate.main(["--model", str(text_folder), "--prompt", "", "--gen-length", "2", "--output", str(tmp_path / "link")]) == 0
-    assert (tmp_path / "link").is_symlink() and len((tmp_path / "target").read_text().splitlines()) == 1
-    capsys.readouterr()
+    (tmp_path / "empty").touch()
+    code, *_ = run("--prompt", f"@{tmp_path / 'empty'}", "--gen-length", 2, "--output", tmp_path / "link")
+    assert code == 0 and (tmp_path / "link").is_symlink()
+    assert len((tmp_path / "target").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name, older", [
+    ("SIGINT", "an older, complete run\n"), ("SIGTERM", None), ("SIGHUP", None)])
+def test_a_signal_leaves_whole_lines(run, tmp_path, monkeypatch, name, older):
+    """Symptom: an interrupted run leaves half a line, or nothing of what was done, or writes a few lines over the
+    complete file of an earlier run; SIGTERM and SIGHUP lose everything. Fixed: what is done is whole lines in
+    the file of --output or, if that is there already, in FILE.part beside it, and a sentence says which."""
+    output, number, done = tmp_path / "out.jsonl", getattr(signal, name), []
+    where = tmp_path / "out.jsonl.part" if older else output
+
+    def hear(event):
+        done.append(event.result)
+        if sum(map(bool, done)) == 2:
+            os.kill(os.getpid(), number)
+    listen(monkeypatch, hear)
+    if older:
+        output.write_text(older)
+    code, out, err = run(*["--prompt", "x"] * 9, "--gen-length", 4, "--max-batch", 1, "--output", output)
+    assert code == 128 + number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert [json.loads(line)["tokens"] for line in where.read_text().splitlines()] == [r.tokens for r in done if r]
+    assert f"generate.py: interrupted; done so far: 2, in {where}" in err and err.count("\n") == 1
+    assert not older or output.read_text() == older and "is as it was" in err
+
+
+MANY = [*["--prompt", "number"] * 400, "--json", "--gen-length", 100, "--max-batch", 1]
+
+
+def test_a_signal_to_a_process(text_folder, tmp_path):
+    """The same from outside: whole lines in the file and in the pipe, the exit code, one sentence."""
+    output = tmp_path / "out.jsonl"
+    process = start(text_folder, *MANY, "--output", output, text=True)
+    first = [process.stdout.readline() for _ in range(2)]
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and err.startswith("generate.py: interrupted; done so far: ")
+    lines = output.read_text()
+    assert lines.startswith("".join(first)) and lines.endswith("\n") and 2 <= len(lines.splitlines()) < 400
 
 
 def test_a_closed_pipe_ends_quietly(text_folder):
     """Symptom: `generate.py --json | head -1` ends in a traceback."""
-    many = [x for i in range(30) for x in ("--prompt", str(i))]
-    process = subprocess.Popen([sys.executable, ROOT / "generate.py", "--model", text_folder, *many, "--json", "--gen-length", "20",
-                                "--max-batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start(text_folder, *MANY, text=True)
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=120) == 1 and process.stderr.read() == ""
+
+
+def test_a_full_disk_is_one_sentence(text_folder):
+    """Symptom: `> /dev/full` ends in a traceback, or in Python's own complaint while it shuts down."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    with open("/dev/full", "wb") as full:
+        _, err = (process := start(text_folder, *ASK, stdout=full, text=True)).communicate()
+    assert process.returncode == 2
+    assert err == "generate.py: standard output cannot be written: No space left on device\n"
+
+
+def test_a_full_disk_keeps_the_other_file(run, tmp_path, capsys, monkeypatch):
+    """Where --json's reader has no room, the file of --output has what was done, and the sentence says so."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        code, _, err = run(*ASK, "--json", "--output", tmp_path / "out")
+        monkeypatch.undo()
+    assert code == 2 and "standard output cannot be written: No space left on device; done so far: 1, in" in err
+    assert len((tmp_path / "out").read_text().splitlines()) == 1
+
+
+def test_letters_that_the_terminal_does_not_have(run, monkeypatch):
+    """Symptom: PYTHONIOENCODING=cp1252 ends the run at the first letter outside of it. Fixed: it goes on, with
+    escapes; JSON is ASCII there."""
+    for how, says in (("--compare", b"Q  \\u2192 \\u4e2d"), ("--json", b'"text": ')):
+        page = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+        monkeypatch.setattr("sys.stdout", page)
+        code, _, err = run("--prompt", "→ 中", "--gen-length", "8", "--no-eos", how)
+        out = page.buffer.getvalue()
+        assert code == 0 and not err and says in out and (how != "--json" or out.isascii() and json.loads(out))
+        monkeypatch.undo()
+
+
+def test_help_groups(capsys):
+    """The options stand in their groups, each with its help."""
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"\n{group}:\n" in out for group in ("model", "input", "decoding", "cache", "output"))

@@ -1,0 +1,121 @@
+"""The command line: what it refuses before a model is loaded, and what it says is to be answered."""
+import io
+import re
+from dataclasses import fields
+
+import pytest
+
+from engine import Engine
+from files import BadInput
+from options import draws, files_read, parse, read_chats, text
+from request import Request
+
+ASK = ["--prefix", "A text.", "--prompt", "Who?"]
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--depth", "x"], "--depth: 'x' is neither"),
+    (["--depth", "²"], "--depth: '²' is neither"),
+    (["--cache", "none", "--depth", "2"], "--depth has an effect only with"),
+    (["--cache", "naive", "--refresh", "2"], "--refresh has no effect"),
+    (["--cache", "none", "--salt", "x"], "--salt has no effect"),
+    (["--cache", "none", "--no-auto-prefix"], "--auto-prefix has"),
+    (["--cache", "none", "--compare"], "--compare compares"),
+    (["--depth", "2", "--measure", "3"], "--measure has an effect only"),
+    (["--depth", "2", "--self-profile"], "--self-profile has an effect only"),
+    (["--requests", "x.jsonl"], "brings its own prompts"),
+    (["--watch"], "in a terminal"),
+    (["--trace", "--json"], "wants standard output for itself"),
+    (["--prefix", "another"], "--prefix is given twice"),
+    (["--steps", "two"], "--steps: invalid int value: 'two'"),
+    (["--prompt", "-", "--prompt", "-"], "(-) is asked for 2 times"),
+    (["--gen", "3"], "unrecognized arguments"),
+])
+def test_refused_options(args, says):
+    """What has no effect in the chosen mode, excludes another, or would silently replace another is an error."""
+    with pytest.raises(BadInput, match=re.escape(says)):
+        parse([*ASK, *args])
+
+
+@pytest.mark.parametrize("option", ["prefix", "prompt", "requests", "model", "output", "salt", "device", "remasking"])
+def test_an_empty_option(option):
+    """Symptom: `--requests "$FILE"` with FILE unset answers the embedded demo, with exit code 0. Cause: an empty
+    text is false, as one not given. Fixed: an empty option is an error, whichever."""
+    with pytest.raises(BadInput, match=f"--{option} is empty; give it a value or leave it out"):
+        parse([f"--{option}", ""])
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--seed", "3"], "there is a --seed, and nothing is drawn"),
+    (["--seed", "0"], "there is a --seed, and nothing is drawn"),
+])
+def test_a_seed_without_a_draw(args, says):
+    """Symptom: --seed 0 without a temperature passed, --seed 3 did not. Cause: 0 is false."""
+    with pytest.raises(BadInput, match=says):
+        read_chats(parse([*ASK, *args]))
+    assert read_chats(parse([*ASK, *args, "--remasking", "random"]))
+
+
+def test_seeds_follow_the_place(tmp_path):
+    """Seed of number i, from 0: --seed + i, modulo 2**32; blank lines do not count, a line's own seed stays, and
+    where no line draws, seeds are refused."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b", "seed": 3}\n{"prompt": "c"}\n')
+    chats = read_chats(parse(["--requests", str(path), "--seed", str(2**32 - 2), "--temperature", "1"]))
+    assert [chat.options["seed"] for chat in chats] == [2**32 - 2, 3, 0]
+    with pytest.raises(BadInput, match="line 4 of .* has a seed, and nothing is drawn"):
+        read_chats(parse(["--requests", str(path)]))
+
+
+def test_a_line_goes_before_the_command_line(tmp_path):
+    """A JSONL line takes the fields of Request by their names; null is as if nobody had said anything."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a", "gen_length": 9, "threshold": null, "remasking": "random"}\n{"prompt": "b"}\n')
+    own, common = read_chats(parse(["--requests", str(path), "--gen-length", "4", "--threshold", "0.5"]))
+    assert own.options == dict(gen_length=9, remasking="random", seed=0) and draws(own.options)
+    assert common.options == dict(gen_length=4, threshold=0.5, seed=1) and not draws(common.options)
+
+
+def test_raw_and_chats(tmp_path):
+    """--raw is for prefix and prompt; a chat under it is refused by its line, not rendered after all."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    with pytest.raises(BadInput, match="line 2 of .* is a chat, and --raw takes running text"):
+        read_chats(parse(["--requests", str(path), "--raw"]))
+    with pytest.raises(BadInput, match="--raw has an effect only with"):
+        parse(["--raw"])
+
+
+def test_a_file_without_requests(tmp_path):
+    """Symptom: an empty file was bad JSON. It is a file without requests, and that is said."""
+    (tmp_path / "in.jsonl").write_text("\n \n")
+    with pytest.raises(BadInput, match="holds no request"):
+        read_chats(parse(["--requests", str(tmp_path / "in.jsonl")]))
+
+
+def test_where_a_text_comes_from(tmp_path, monkeypatch):
+    """Symptom: a prompt that begins with @ cannot be given; @~/file is not found. @@channel is the text @channel,
+    ~ is the user's home, - is standard input, as it is, without a byte order mark."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf one\r\ntwo \n")
+    assert text("@~/a.txt") == text(f"@{tmp_path}/a.txt") == " one\r\ntwo \n"
+    assert text("@@channel") == "@channel" and text("@@@") == "@@" and text(" a-b ") == " a-b "
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeff one\n".encode())))
+    assert text("-") == " one\n"
+    assert files_read(parse(["--prefix", "@a", "--prompt", "@@b", "--prompt", "@c", "--prompt", "d"])) == ["a", "c"]
+
+
+def test_help_tells_the_defaults(capsys):
+    """The defaults are written once, in Request and Engine; what the help says of them is the same."""
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    told = re.findall(r"(?s)\n  --([a-z-]+)((?:(?!\n  --|\n\n).)*)", capsys.readouterr().out)
+    known = {f.name: f.default for f in fields(Request)} | Engine.from_folder.__kwdefaults__ | Engine.__init__.__kwdefaults__
+    checked = 0
+    for option, words in told:
+        default = re.search(r"\(default:? ([a-z0-9]+)[;:,)]", " ".join(words.split()))
+        name = option.replace("-", "_")
+        if default and name in known and not isinstance(known[name], bool) and known[name] is not None:
+            checked += 1
+            assert float(default[1]) == known[name] if default[1].isdigit() else default[1] == known[name], option
+    assert checked >= 5
