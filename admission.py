@@ -18,6 +18,7 @@ import torch
 import decoding
 import depth as depths
 from cache import PAGE, Cache, Entry, Repeats, count_pages
+from files import BadInput
 from model import Transformer
 from request import Request, Running, Waiting, check
 from step import Pass
@@ -54,8 +55,8 @@ class Admission:
         P = self._named(r) or 0
         if not self._fits(r, P):
             need, budget = self.cache.budget_for(*self._pages(r, P)) / 2**20, self.cache.budget / 2**20
-            raise ValueError(f"the request needs {need:.2f} MB of cache and the budget is {budget:.2f} MB; "
-                             f"set cache_mb to {math.ceil(need * 100) / 100:g} or more")
+            raise BadInput(f"the request needs {need:.2f} MB of cache and the budget is {budget:.2f} MB; "
+                           f"set cache_mb to {math.ceil(need * 100) / 100:g} or more")
 
     def _named(self, r: Request) -> int | None:
         """P as the request names it, or None: whatever is stored. One prompt token is always left to the

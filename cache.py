@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from files import BadInput
+
 PAGE = 64
 MAX_ENTRIES = 256       # shared prefixes at most: each is a row of the tables, as long as the longest canvas
 
@@ -66,8 +68,8 @@ class Cache:
         pages = int((budget - ids * (L + nb) * columns * 4) // page_bytes)
         if pages < 3:
             need = (budget - (pages - 3) * page_bytes) / 2**20
-            raise ValueError(f"a cache of {budget / 2**20:.3g} MB holds no page; set cache_mb to "
-                             f"{math.ceil(need * 100) / 100:g} or more")
+            raise BadInput(f"a cache of {budget / 2**20:.3g} MB holds no page; set cache_mb to "
+                           f"{math.ceil(need * 100) / 100:g} or more")
         self.layers, self.boundaries, self.budget, self.key = L, list(boundaries), budget, key
         self.max_requests = max_requests
         self.kv_bytes, self.hidden_bytes = kv_bytes, hidden_bytes

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from files import BadInput
 from hub.checkpoint import fingerprint
 
 # Published with arXiv 2608.26140 (sands-lab/ACache, policies/), made by the profiler of arXiv 2606.07571: 500
@@ -67,9 +68,9 @@ def _own_table(folder: Path, layers: int, remedy: str) -> Table:
         table = {percents.index(int(percent)): depths.index(depth) for percent, depth in raw["table"].items()}
         table = Table(table, float(raw.get("threshold", Table.threshold)))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path} is no depth table ({e!r}); delete it or measure again: {remedy}") from e
+        raise BadInput(f"{path} is no depth table ({e!r}); delete it or measure again: {remedy}") from e
     if owner != (fingerprint(folder), layers):
-        raise ValueError(f"{path} was measured on another model; delete it or measure again: {remedy}")
+        raise BadInput(f"{path} was measured on another model; delete it or measure again: {remedy}")
     return table
 
 

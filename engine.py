@@ -29,6 +29,7 @@ import guard
 import kernels
 from admission import Admission
 from cache import PAGE, Cache, count_pages
+from files import BadInput
 from hub.checkpoint import fingerprint, load
 from model import Transformer
 from request import Event, Request, Result, Running, Stream, Waiting, whole
@@ -38,7 +39,7 @@ CACHE_MODES = ("none", "intra", "bicache", "naive")
 WINDOWS = ("all", "rest", "block")
 
 
-class NotFinite(ValueError):
+class NotFinite(BadInput):
     """The model gave NaN or infinity, and has written some into its pages."""
 
 
@@ -211,7 +212,7 @@ class Engine:
         try:
             self.check(request)
         except ValueError as e:
-            raise ValueError(f"request {stream.arrived}: {e}") from None
+            raise BadInput(f"request {stream.arrived}: {e}") from None
         stream.waiting.append(Waiting(stream.arrived, request))
         stream.arrived += 1
 
@@ -343,11 +344,11 @@ def _boundaries(layers: int) -> range:
 def _check_options(layers: int, cache, window, depth, **positive) -> None:
     for name, value, known in (("cache", cache, CACHE_MODES), ("window", window, WINDOWS)):
         if value not in known:
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+            raise BadInput(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= layers):
-        raise ValueError(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {layers}")
+        raise BadInput(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {layers}")
     for name, value in positive.items():
         if not isinstance(value, (int, float)) or not 0 < value < 2**40:
-            raise ValueError(f"{name} is {value!r}; it must be a positive number")
+            raise BadInput(f"{name} is {value!r}; it must be a positive number")
         if name != "cache_mb":
             whole(name, value)

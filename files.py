@@ -12,7 +12,7 @@ tests/test_files.py.
 import json
 import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -164,6 +164,20 @@ def write_whole(file, data: bytes) -> None:
             file.truncate(file.seek(0, os.SEEK_END) - done)
             file.seek(0, os.SEEK_END)
         raise
+
+
+def replace(path, save) -> None:
+    """Let save(path) write a file so that whoever looks finds the old one or the new one, whole."""
+    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
+    try:
+        save(temporary)
+        os.replace(temporary, path)
+    except BaseException as e:              # a full disk, an interrupt
+        with suppress(OSError):
+            temporary.unlink()
+        if not isinstance(e, OSError):
+            raise
+        raise BadInput(f"{path} cannot be written: {e.strerror}; give another name") from e
 
 
 class Lines:

@@ -83,10 +83,7 @@ def to_requests(chats: list[Chat], engine, folder: str) -> list:
 
 def render(chat: Chat, tokenizer) -> tuple[list[int], int | None]:
     """Ids, and how many of them stand before the last question: the prefix. None: nothing does."""
-    if chat.raw:
-        ids, P = tokenizer.split(chat.text.get("prefix", ""), chat.text["prompt"])
-    else:
-        ids, P = tokenizer.render(chat.text)
+    ids, P = tokenizer.render(chat.text | {"raw": True} if chat.raw else chat.text)
     return ids, P if "prefix" in chat.text or len(chat.text.get("messages", ())) > 1 else None
 
 

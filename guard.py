@@ -21,6 +21,7 @@ from torch import Tensor
 
 import depth as depths
 from cache import PAGE, Cache, Entry, count_pages
+from files import BadInput
 from model import Transformer, rotate
 from request import Running, whole
 
@@ -57,21 +58,21 @@ def compare(model: Transformer, cache: Cache, entry: Entry, canvas: Tensor, laye
 def check(measure, self_profile, table, auto: bool) -> None:
     """ValueError unless the engine's options fit each other and a depth that is looked up (`auto`)."""
     if not auto and (measure or self_profile):
-        raise ValueError("measure and self_profile have an effect only with cache 'bicache' and depth "
-                         "'auto'; leave them out")
+        raise BadInput("measure and self_profile have an effect only with cache 'bicache' and depth "
+                       "'auto'; leave them out")
     if self_profile is not None:
         number = isinstance(self_profile, (int, float)) and not isinstance(self_profile, bool)
         if not number or not 0 < self_profile <= 1:
-            raise ValueError(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most "
-                             "1, like 0.97")
+            raise BadInput(f"self_profile is {self_profile!r}; it must be a similarity above 0 and at most "
+                           "1, like 0.97")
         if table:
-            raise ValueError("self_profile and table exclude each other: either measures or trusts; give one")
+            raise BadInput("self_profile and table exclude each other: either measures or trusts; give one")
     if measure is not None and whole("measure", measure) < (1 if self_profile else 0):
         least = "1 or more with self_profile" if self_profile else "1 or more, or 0 for never"
-        raise ValueError(f"measure is {measure}; it must be {least}")
+        raise BadInput(f"measure is {measure}; it must be {least}")
     if measure and not table and not self_profile:
-        raise ValueError(f"measure is {measure} and there is no depth table to hold against; leave it out, "
-                         "or set self_profile")
+        raise BadInput(f"measure is {measure} and there is no depth table to hold against; leave it out, "
+                       "or set self_profile")
 
 
 @dataclass

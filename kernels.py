@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from files import BadInput
 from model import rotate
 
 try:
@@ -37,13 +38,13 @@ def choose(device, wanted: str = "auto") -> str:
     ValueError for "triton" without a GPU (under TRITON_INTERPRET=1 it runs anywhere, slowly, for tests).
     """
     if wanted not in ("auto", "triton", "torch"):
-        raise ValueError(f"attention is {wanted!r}; it must be one of auto, triton, torch")
+        raise BadInput(f"attention is {wanted!r}; it must be one of auto, triton, torch")
     gpu = torch.device(device).type == "cuda"
     if wanted == "torch" or wanted == "auto" and not gpu:
         return "torch"
     if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"attention is 'triton', which needs a GPU, and the model is on {device}; "
-                         "use 'auto' or 'torch'")
+        raise BadInput(f"attention is 'triton', which needs a GPU, and the model is on {device}; "
+                       "use 'auto' or 'torch'")
     if triton is None:
         warnings.warn("triton is not installed: attention and its like run on their slower PyTorch twins")
         return "torch"
@@ -254,7 +255,7 @@ def _attend_triton(q, kv, pages, prefix_len, suffix_len):
     B, H, N, D = q.shape
     _, _, K, page, _ = kv.shape
     if D not in (16, 32, 64, 128):
-        raise ValueError(f"head_dim is {D}; the Triton kernel takes 16, 32, 64 or 128: use attention='torch'")
+        raise BadInput(f"head_dim is {D}; the Triton kernel takes 16, 32, 64 or 128: use attention='torch'")
     out = q.new_empty(B, N, H, D)     # transposed back below, so that the output projection reads it in order
     if B * N == 0:
         return out.transpose(1, 2)

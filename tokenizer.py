@@ -14,6 +14,7 @@ import os
 from datetime import datetime
 from typing import NamedTuple
 
+from files import BadInput
 from hub import vocabulary
 from hub.template import StandIns
 
@@ -43,8 +44,8 @@ class Tokenizer:
         """
         words = vocabulary.read(path, mask_token, template_vars)
         if not words and (mask_token or template_vars):
-            raise ValueError(f"{path} has no tokenizer files, which mask_token and template_vars are for; "
-                             "leave them out")
+            raise BadInput(f"{path} has no tokenizer files, which mask_token and template_vars are for; "
+                           "leave them out")
         return words and cls(words)
 
     def __init__(self, words: vocabulary.Vocabulary):
@@ -80,7 +81,7 @@ class Tokenizer:
         prefix_len ids precede the last content: those that the same chat has with any other question.
         """
         if not self.has_chat:
-            raise ValueError("This model has no chat template; give it plain text.")
+            raise BadInput("This model has no chat template; give it plain text.")
         _check_messages(messages)
         foreign = (self.template.source, str(self.template.values), *(m["content"] for m in messages))
         stand_ins = StandIns(self.special, *foreign)
@@ -89,7 +90,7 @@ class Tokenizer:
         text = self.template.render(safe, now)
         other = self.template.render([*safe[:-1], {"role": "user", "content": stand_ins.unused}], now)
         if stand_ins.unused not in other:
-            raise ValueError("The chat template leaves out the last message.")
+            raise BadInput("The chat template leaves out the last message.")
         tokens = self._rendered(text, stand_ins.take_back)
         return _count_inside(tokens, len(os.path.commonprefix([text, other])))
 
@@ -123,7 +124,7 @@ class Tokenizer:
         """
         cuts = sorted({0, *(start + 1 for start in starts), len(text)})
         if len(cuts) == 2:
-            raise ValueError(f"{text!r} can only be encoded as a special token.")
+            raise BadInput(f"{text!r} can only be encoded as a special token.")
         return [token for a, b in zip(cuts, cuts[1:]) for token in self._ordinary(text[a:b], at + a)]
 
 
@@ -133,8 +134,8 @@ def _check_request(request):
     asks = "prompt" in keys and keys <= {"prefix", "prompt", "raw"}
     texts = all(isinstance(request[key], str) for key in keys & {"prefix", "prompt"})
     if not (asks and texts and isinstance(request.get("raw", False), bool)) and keys != {"messages"}:
-        raise ValueError('A request is {"messages": [...]} or {"prefix": text, "prompt": text, "raw": true}, '
-                         f"prefix and raw optional; not {str(request)[:80]}.")
+        raise BadInput('A request is {"messages": [...]} or {"prefix": text, "prompt": text, "raw": true}, '
+                       f"prefix and raw optional; not {str(request)[:80]}.")
 
 
 def _check_letters(text):
@@ -142,8 +143,8 @@ def _check_letters(text):
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"The text has half a character, {text[error.start]!r}, which no UTF-8 holds; "
-                         "leave it out.") from None
+        raise BadInput(f"The text has half a character, {text[error.start]!r}, which no UTF-8 holds; "
+                       "leave it out.") from None
 
 
 def _check_messages(messages):
@@ -152,8 +153,8 @@ def _check_messages(messages):
         isinstance(m, dict) and m.keys() == {"role", "content"} and m["role"] in ROLES
         and isinstance(m["content"], str) for m in messages)
     if not fits or messages[-1]["role"] != "user":
-        raise ValueError(f"A chat is a list of messages, role ({', '.join(ROLES)}) and content string, "
-                         "the last a user's.")
+        raise BadInput(f"A chat is a list of messages, role ({', '.join(ROLES)}) and content string, "
+                       "the last a user's.")
 
 
 def _close_gaps(found, length):

@@ -16,6 +16,8 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
+from files import BadInput
+
 OURS = {"messages", "add_generation_prompt", "strftime_now", "raise_exception"}      # not for template_vars
 
 
@@ -38,13 +40,13 @@ class Template:
     def render(self, messages, now: datetime, answer=True):
         """The text of a chat; with `answer`, up to where the model's answer begins."""
         if self.broken:
-            raise ValueError(f"The chat template cannot be read ({self.broken}); give the text as raw.")
+            raise BadInput(f"The chat template cannot be read ({self.broken}); give the text as raw.")
         try:
             values = {"tools": None, "documents": None, **self.values}
             return self.program.render(values, messages=messages, add_generation_prompt=answer,
                                        strftime_now=now.strftime)
         except Exception as error:
-            raise ValueError(f"The chat template fails: {error or type(error).__name__}.") from error
+            raise BadInput(f"The chat template fails: {error or type(error).__name__}.") from error
 
     def sample(self):
         """A chat up to the end of an answer, with all the markup that the template writes."""
@@ -58,13 +60,13 @@ class Template:
     def check(self, names):
         """ValueError for a name among template_vars that the template does not read."""
         if names and not self.exists:
-            raise ValueError(f"template_vars has {min(names)!r}, but there is no chat template; leave it out")
+            raise BadInput(f"template_vars has {min(names)!r}, but there is no chat template; leave it out")
         if self.broken:
             return
         known = jinja2.meta.find_undeclared_variables(surroundings().parse(self.source)) - OURS
         if unknown := set(names) - known:
-            raise ValueError(f"template_vars has {min(unknown)!r}, which the chat template does not take; "
-                             f"it takes {', '.join(sorted(known)) or 'none'}")
+            raise BadInput(f"template_vars has {min(unknown)!r}, which the chat template does not take; "
+                           f"it takes {', '.join(sorted(known)) or 'none'}")
 
 
 def read_source(folder, source):
@@ -75,10 +77,10 @@ def read_source(folder, source):
         named = {entry["name"]: entry["template"] for entry in source}
         name = next(iter(named)) if len(named) == 1 else "default"
         if name not in named:
-            raise ValueError(f"of the templates {', '.join(named)} none is named default")
+            raise BadInput(f"of the templates {', '.join(named)} none is named default")
         source = named[name]
     if source and not isinstance(source, str):
-        raise ValueError(f"it is {source!r}, not a text")
+        raise BadInput(f"it is {source!r}, not a text")
     return source or ""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import tokenizers
 
+from files import BadInput
 from hub.template import Template
 
 MODEL_FILES = ("config.json", "generation_config.json")
@@ -31,14 +32,14 @@ def read(path, mask_token=None, template_vars=None):
     folder, has = Path(path), {p.name for p in Path(path).glob("*")}
     if not (has & {"tokenizer.json", "tokenizer.model"} or {"vocab.json", "merges.txt"} <= has):
         if has & PARTS:
-            raise ValueError(f"{path} has neither tokenizer.json, nor vocab.json with merges.txt, nor "
-                             "tokenizer.model.")
+            raise BadInput(f"{path} has neither tokenizer.json, nor vocab.json with merges.txt, nor "
+                           "tokenizer.model.")
         return None
     try:
         return Vocabulary(folder, mask_token, template_vars or {})
     except Exception as error:                                    # the libraries raise no narrower one
         reason = error if isinstance(error, ValueError) else f"its files cannot be read ({error!r})"
-        raise ValueError(f"The tokenizer in {path}: {reason}.") from error
+        raise BadInput(f"The tokenizer in {path}: {reason}.") from error
 
 
 class Vocabulary:
@@ -56,7 +57,7 @@ class Vocabulary:
         self.ids = ids = self.library.ids
         self.spelling = {i: word for word, i in ids.items()}
         if len(self.spelling) < len(ids):
-            raise ValueError("two tokens have one id")
+            raise BadInput("two tokens have one id")
         named = read_named(config, ids)
         self.mask_id, named["mask_token"] = read_mask(folder, ids, named["mask_token"], mask_token)
         values = {**named, **thinking(folder), **template_vars}
@@ -110,9 +111,9 @@ def read_json(path):
     try:
         value = json.loads(path.read_text("utf-8-sig")) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
+        raise BadInput(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
+        raise BadInput(f"{path.name} holds no JSON object")
     return value
 
 
@@ -130,8 +131,8 @@ def read_data(folder, config):
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         kind = config.get("tokenizer_class") or "Qwen2Tokenizer"
         if not kind.startswith(("Qwen2", "Dream")):         # GPT-2's and others cut words by other rules
-            raise ValueError(f"tokenizer_class is {kind}, and vocab.json with merges.txt is read as a "
-                             "Qwen2Tokenizer only; save the tokenizer as tokenizer.json")
+            raise BadInput(f"tokenizer_class is {kind}, and vocab.json with merges.txt is read as a "
+                           "Qwen2Tokenizer only; save the tokenizer as tokenizer.json")
         return join_vocab_and_merges(folder)
     return None
 
@@ -175,7 +176,7 @@ def read_named(config, ids):
             named[name] = word
     for name in ("bos_token", "eos_token", "mask_token"):
         if named[name] and named[name] not in ids:
-            raise ValueError(f"{name} is {named[name]!r}, which has no id in the vocabulary")
+            raise BadInput(f"{name} is {named[name]!r}, which has no id in the vocabulary")
     return named
 
 
@@ -189,7 +190,7 @@ def read_id_list(path, key):
     value = read_json(path).get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
-        raise ValueError(f"{key} of {path.name} is {value!r}; it must be an id or a list of ids")
+        raise BadInput(f"{key} of {path.name} is {value!r}; it must be an id or a list of ids")
     return ids
 
 
@@ -203,10 +204,10 @@ def read_mask(folder, ids, word, option):
         said[f"mask_token {word!r} of its files (id {ids[word]})"] = ids[word]
     if option:
         if option not in ids:
-            raise ValueError(f"mask_token is {option!r}, which is no token of the vocabulary; correct it")
+            raise BadInput(f"mask_token is {option!r}, which is no token of the vocabulary; correct it")
         said[f"the option mask_token {option!r} (id {ids[option]})"] = ids[option]
     if len(set(said.values())) > 1:
-        raise ValueError(f"{' and '.join(said)} disagree; leave out or correct the wrong one")
+        raise BadInput(f"{' and '.join(said)} disagree; leave out or correct the wrong one")
     return next(iter(said.values()), None), option or word
 
 
@@ -281,7 +282,7 @@ class Fast:
         self.core.encode_special_tokens = True                    # as text, that is
         for token in tokens:
             if self.core.token_to_id(token["content"]) != token["id"]:
-                raise ValueError(f"token {token['content']!r} cannot have the id that the files give it")
+                raise BadInput(f"token {token['content']!r} cannot have the id that the files give it")
 
     def encode(self, text):
         found = self.core.encode(text, add_special_tokens=False)

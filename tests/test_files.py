@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from files import BadInput, Lines, check_chat, parse_json, print_json, read_json, read_lines, read_text, to_json
+from files import (BadInput, Lines, check_chat, parse_json, print_json, read_json, read_lines, read_text, replace,
+                   to_json)
 
 FIELDS = ("gen_length", "prefix_len", "seed")
 
@@ -158,3 +159,20 @@ def test_a_full_disk_behind_standard_output(tmp_path, small_disk, monkeypatch):
             print_json("b" * 80)
         monkeypatch.undo()
     assert path.read_text() == 'before\n"' + "a" * 40 + '"\n'
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, small_disk):
+    """Symptom: a full disk or an interrupt leaves a half-written file, or a temporary one for good."""
+    path = tmp_path / "out"
+    path.write_text("older")
+    with pytest.raises(BadInput, match="out cannot be written: File too large"):
+        replace(path, lambda to: to.write_text("a" * 200))
+
+    def interrupted(to):
+        to.write_text("half")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        replace(path, interrupted)
+    assert path.read_text() == "older" and os.listdir(tmp_path) == ["out"]
+    replace(path, lambda to: to.write_text("newer"))
+    assert path.read_text() == "newer"

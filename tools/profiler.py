@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from itertools import chain, groupby, islice, product, zip_longest
 from pathlib import Path
@@ -24,10 +24,12 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from hub.checkpoint import fingerprint, load  # noqa: E402
 from depth import RATIOS, Table, closeness, safe_depth  # noqa: E402
+from files import BadInput, check_chat, read_lines, replace  # noqa: E402
+from hub.checkpoint import fingerprint, load  # noqa: E402
 from model import Transformer, rotate  # noqa: E402
 from profiler_map import svg, text_map  # noqa: E402
+from request import Request  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
 BINS = 1001         # of similarity, 0.001 wide from 0 up: enough for the worst decile
@@ -150,19 +152,19 @@ class Sums:
         self.bins.index_add_(0, at, F.one_hot((values * (BINS - 1)).long().clamp(0), BINS).int())
 
     def save(self, path, key: str) -> None:
-        _replace(path, lambda to: torch.save([key, self.seen, self.counts, self.sums, self.bins], to))
+        replace(path, lambda to: torch.save([key, self.seen, self.counts, self.sums, self.bins], to))
 
     def load(self, path, key: str) -> None:
         was, self.seen, self.counts, self.sums, self.bins = torch.load(path, weights_only=True)
         if was != key:
-            raise ValueError(f"{path} is of a run with other options or inputs; repeat those or leave out "
-                             "--resume")
+            raise BadInput(f"{path} is of a run with other options or inputs; repeat those or leave out "
+                           "--resume")
 
     def result(self, ratios: list, threshold: float, fingerprint: str) -> Profile:
         had = self.counts > 0
         if not had.any():
-            raise ValueError("no sample meets any ratio: a text needs --length tokens (and as the model takes), "
-                             "a request a prefix")
+            raise BadInput("no sample meets any ratio: a text needs --length tokens (and as the model takes), "
+                           "a request a prefix")
         ratios, n = [r for r, count in zip(ratios, self.counts) if count], self.counts[had]
         mean = self.sums[had] / n[:, None]
         below = self.bins[had].cumsum(-1) * 10 < n[:, None, None]           # (n, L, BINS) not a tenth yet
@@ -200,20 +202,13 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
             at, canvases, prefix_lens = zip(*tasks)
             values = similarity(model, canvases, prefix_lens)                       # (tasks, L)
             if not values.isfinite().all():
-                raise ValueError("the model gives K/V that are not finite; check its weights, or use --dtype "
-                                 "float32")
+                raise BadInput("the model gives K/V that are not finite; check its weights, or use --dtype "
+                               "float32")
             sums.add(torch.tensor(at), values)
         if partial:
             sums.save(partial, key)
         progress(len(tasks))
     return sums.result(ratios, threshold, fingerprint)
-
-
-def _replace(path, save) -> None:
-    """Let `save` write a file so that whoever looks finds the old one or the new one, whole."""
-    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
-    save(temporary)
-    os.replace(temporary, path)
 
 
 def write(p: Profile, path) -> None:
@@ -224,35 +219,46 @@ def write(p: Profile, path) -> None:
         layers=len(p.mean[0]), threshold=p.threshold, table=p.table, samples=dict(zip(p.ratios, p.samples)),
         mean=rows(p.mean), worst_decile=rows(p.worst))
     lines = ",\n".join(f'"{name}": {json.dumps(value)}' for name, value in content.items())
-    _replace(path, lambda to: to.write_text(f"{{{lines}}}\n"))
+    replace(path, lambda to: to.write_text(f"{{{lines}}}\n", "utf-8"))
 
 
 # -- the command
 
 
-def read(path: Path, tokenizer, length: int):
+def read(path: Path, tokenizer, length: int, raw: bool):
     """Samples of a file, piece by piece: the requests of a .jsonl, else pieces of `length` ids of a text."""
-    with open(path, encoding="utf-8") as file:
-        yield from (_chats if path.suffix == ".jsonl" else _pieces)(file, tokenizer, length)
+    return _chats(path, tokenizer, raw) if path.suffix == ".jsonl" else _pieces(path, tokenizer, length)
 
 
-def _chats(file, tokenizer, length: int):
-    for number, line in enumerate(file, 1):
+def _chats(path: Path, tokenizer, raw: bool):
+    """Requests as generate.py takes them; `raw`: without chat template, unless their line says otherwise."""
+    known = sorted({f.name for f in fields(Request)} - {"prompt"})
+    for where, value in read_lines(path):
+        chat = check_chat(value, where, known)
+        if raw and "messages" in chat.text:
+            raise BadInput(f"{where} is a chat, and --raw takes running text; leave one out")
+        if "prompt" in chat.text:
+            chat.text["raw"] = raw if chat.raw is None else chat.raw
         try:
-            yield tokenizer.render(json.loads(line))
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f'line {number} of {file.name} is no request with "messages", or "prefix" and '
-                             f'"prompt": {e!r}') from e
+            yield tokenizer.render(chat.text)
+        except BadInput as e:
+            raise BadInput(f"{where}: {e}") from e
 
 
-def _pieces(file, tokenizer, length: int):
+def _pieces(path: Path, tokenizer, length: int):
     ids = []
-    while lines := file.readlines(2**16):
-        ids += tokenizer.encode("".join(lines))
-        whole = len(ids) // length * length
-        for i in range(0, whole, length):
-            yield ids[i:i + length], None
-        ids = ids[whole:]
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            while lines := file.readlines(2**16):
+                ids += tokenizer.encode("".join(lines))
+                whole = len(ids) // length * length
+                for i in range(0, whole, length):
+                    yield ids[i:i + length], None
+                ids = ids[whole:]
+    except OSError as e:
+        raise BadInput(f"{path} cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{path} cannot be read: it is not UTF-8 text; save it so") from e
 
 
 def check(a) -> None:
@@ -265,15 +271,19 @@ def check(a) -> None:
             (any(n is not None and n < 1 for n in counts), "counts and lengths start at 1"),
             (a.length and all(chats), "--length cuts plain texts and there is none; leave it out"),
             (a.gen_length and not any(chats),
-             "--gen-length bounds requests (.jsonl) and there are none; leave it out")):
+             "--gen-length bounds requests (.jsonl) and there are none; leave it out"),
+            (a.raw and not any(chats), "--raw is for requests (.jsonl) and there are none; leave it out")):
         if wrong:
-            raise ValueError(why)
+            raise BadInput(why)
     for path in a.text:
         if not path.is_file():
-            raise ValueError(f"--text {path} is no file")
-    for path in filter(None, (a.out, a.svg)):
+            raise BadInput(f"--text {path} is no file")
+    written = [path for path in (a.out, a.svg) if path]
+    if len({path.resolve() for path in (*written, *a.text)}) < len(written) + len(set(a.text)):
+        raise BadInput("--out, --svg and --text name one file twice; nothing is written over what is read")
+    for path in written:
         if not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is no folder to write in")
+            raise BadInput(f"{path.parent} is no folder to write in")
 
 
 def run(a) -> None:
@@ -282,19 +292,19 @@ def run(a) -> None:
     check(a)
     model, tokenizer = load(a.model, a.device, getattr(torch, a.dtype)), Tokenizer.from_folder(a.model)
     if tokenizer is None:
-        raise ValueError(f"{a.model} has no tokenizer to read --text with")
+        raise BadInput(f"{a.model} has no tokenizer to read --text with")
     length, partial = a.length or min(512, model.config.max_len), a.out.with_name(a.out.name + ".partial")
     ratios = sorted({int(r) for r in a.ratios.split(",")})
-    one_of_each_file = zip_longest(*(read(path, tokenizer, length) for path in a.text))
+    one_of_each_file = zip_longest(*(read(path, tokenizer, length, a.raw) for path in a.text))
     files = [(f.name, f.stat().st_size, f.stat().st_mtime) for f in a.text]
     with tqdm(total=a.samples * len(ratios), desc="profile", unit="cut", disable=None) as bar:
         p = profile(model, filter(None, chain.from_iterable(one_of_each_file)), ratios, threshold=a.threshold,
                     per_ratio=a.samples, batch=a.batch, gen_length=a.gen_length,
-                    fingerprint=fingerprint(a.model), key=[length, a.dtype, files],
+                    fingerprint=fingerprint(a.model), key=[length, a.dtype, a.raw, files],
                     partial=partial, resume=a.resume, progress=bar.update)
     write(p, a.out)
     if a.svg:
-        _replace(a.svg, lambda path: path.write_text(svg(p)))
+        replace(a.svg, lambda path: path.write_text(svg(p), "utf-8"))
     partial.unlink(missing_ok=True)
     print(text_map(p))
 
@@ -315,6 +325,7 @@ def main():
     option("--length", type=int,
            help="tokens of a canvas cut from a plain text (512, or what the model takes)")
     option("--gen-length", type=int, help="most MASK behind a request (what the model takes)")
+    option("--raw", action="store_true", help="requests are running text, whatever chat template there is")
     option("--batch", type=int, default=default["batch"],
            help="samples run together, at all ratios (%(default)s)")
     option("--out", type=Path, metavar="FILE", help="the table (DIR/depth.json)")
@@ -326,10 +337,8 @@ def main():
         run(parser.parse_args())
     except KeyboardInterrupt:
         parser.exit(130, "profiler.py: interrupted; the same command with --resume goes on\n")
-    except UnicodeDecodeError as e:
-        parser.error(f"a file of --text is not UTF-8 text ({e})")
-    except (ValueError, OSError, RuntimeError, AssertionError) as e:  # the last two: torch, of a lost device
-        parser.error(str(e).partition("\n")[0])
+    except ValueError as e:
+        parser.error(str(e))
 
 
 if __name__ == "__main__":
