@@ -8,6 +8,7 @@ given, so that defaults are written once: there. A new one is one line. What has
 excludes another is refused here, before a model is loaded. Checked: tests/test_options.py.
 """
 import argparse
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -42,6 +43,9 @@ def parse(argv=None) -> argparse.Namespace:
              'what Request knows ("seed", "gen_length", ...), which goes before the options here')
     add("--raw", action="store_true",
         help="prefix and prompt are one running text, whatever chat template there is")
+    add("--template-var", dest="template_vars", metavar="NAME=VALUE", action=Variable,
+        help="a variable of the chat template, a JSON value or else a text: enable_thinking=true; as often "
+             "as you like")
     add = p.add_argument_group("decoding").add_argument
     add("--gen-length", type=int,
         help="tokens to generate at most (max_new_tokens of generation_config.json, else 128)")
@@ -118,6 +122,23 @@ class Once(argparse.Action):
         setattr(args, self.dest, value)
 
 
+class Variable(argparse.Action):
+    """NAME=VALUE, gathered in a dict. The template says which names there are."""
+
+    def __call__(self, parser, args, value, option=None):
+        name, given, value = value.partition("=")
+        if not (name and given):
+            refuse(f"{option} is {name + given + value!r}; give it as NAME=VALUE")
+        known = getattr(args, self.dest) or {}
+        if name in known:
+            refuse(f"{option} {name} is given twice; give it once")
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            pass                            # a text needs no quotes
+        setattr(args, self.dest, {**known, name: value})
+
+
 def depth(value: str) -> int | str:
     """The type of --depth."""
     if value == "auto":
@@ -141,6 +162,7 @@ def check_options(a: argparse.Namespace) -> None:
             (a.prefix and not a.prompt, "--prefix needs at least one --prompt"),
             (stdin > 1, f"standard input (-) is asked for {stdin} times, and can be read once"),
             (a.raw and not (a.prompt or a.requests), "--raw has an effect only with --prompt or --requests"),
+            (a.raw and a.template_vars, "--template-var has an effect on chats; leave out --raw"),
             (a.depth is not None and not shares, "--depth has an effect only with --cache bicache"),
             (a.measure and not looks_up, f"--measure has {looked_up}"),
             (a.self_profile is not None and not looks_up, f"--self-profile has {looked_up}"),

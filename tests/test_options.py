@@ -7,6 +7,7 @@ import pytest
 
 from engine import Engine
 from files import BadInput
+from generate import main
 from options import draws, files_read, parse, read_chats, text
 from request import Request
 
@@ -30,11 +31,29 @@ ASK = ["--prefix", "A text.", "--prompt", "Who?"]
     (["--steps", "two"], "--steps: invalid int value: 'two'"),
     (["--prompt", "-", "--prompt", "-"], "(-) is asked for 2 times"),
     (["--gen", "3"], "unrecognized arguments"),
+    (["--template-var", "enable_thinking"], "--template-var is 'enable_thinking'; give it as NAME=VALUE"),
+    (["--template-var", "=1"], "--template-var is '=1'; give it as NAME=VALUE"),
+    (["--template-var", "a=1", "--template-var", "a=2"], "--template-var a is given twice"),
+    (["--template-var", "a=1", "--raw"], "--template-var has an effect on chats"),
 ])
 def test_refused_options(args, says):
     """What has no effect in the chosen mode, excludes another, or would silently replace another is an error."""
     with pytest.raises(BadInput, match=re.escape(says)):
         parse([*ASK, *args])
+
+
+def test_variables_of_the_template(capsys):
+    """--template-var may be repeated; a value is JSON where it can be, else text; a name that the template
+    does not read is refused before any weights load."""
+    values = ["enable_thinking=true", "date=3 May", "n=3", 'quoted="3"', "equal=a=b", "none="]
+    values.append("deep=" + "[" * 99999)
+    args = parse([*ASK, *(word for value in values for word in ("--template-var", value))])
+    assert list(args.template_vars.values())[:6] == [True, "3 May", 3, "3", "a=b", ""]
+    assert parse(ASK).template_vars is None
+    assert main([*ASK, "--template-var", "enable_thinking=true"]) == 2
+    said = capsys.readouterr().err
+    assert "template_vars has 'enable_thinking', which the chat template does not take" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["prefix", "prompt", "requests", "model", "output", "salt", "device", "remasking"])
