@@ -1,7 +1,7 @@
 """Who may start, and with what: the prefix looked up, the depth chosen, pages counted, room made, a new
 prefix encoded.
 
-    admission.check(request)                    # can it ever be served? ValueError if not
+    admission.check(request)                    # can there ever be room? ValueError if not
     run = admission.admit(waiting, alone)       # its pages are its own now; None: there is no room yet
     admission.close(run)                        # and now they are free again
 
@@ -20,7 +20,7 @@ import depth as depths
 from cache import PAGE, Cache, Entry, Repeats, count_pages
 from files import BadInput
 from model import Transformer
-from request import Request, Running, Waiting, check
+from request import Request, Running, Waiting
 from step import Pass
 
 
@@ -49,9 +49,7 @@ class Admission:
     # -- a request by itself ---------------------------------------------------------------------------------
 
     def check(self, r: Request) -> None:
-        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a
-        list of ints."""
-        r.prompt = check(r, self.model.config.vocab, self.model.config.max_len)
+        """ValueError unless an otherwise empty cache has room for the request, which request.check passed."""
         P = self._named(r) or 0
         if not self._fits(r, P):
             need, budget = self.cache.budget_for(*self._pages(r, P)) / 2**20, self.cache.budget / 2**20

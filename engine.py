@@ -32,7 +32,7 @@ from cache import PAGE, Cache, count_pages
 from files import BadInput
 from hub.checkpoint import fingerprint, load
 from model import Transformer
-from request import Event, Request, Result, Running, Stream, Waiting, whole
+from request import Event, Request, Result, Running, Stream, Waiting, check, whole
 from step import Layout, Step, bucket, lay_out
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
@@ -129,13 +129,12 @@ class Engine:
         return self._run(stream)
 
     def check(self, request: Request) -> None:
-        """ValueError unless the request can be served alone by an otherwise empty cache. Makes its prompt a
-        list of ints."""
+        """ValueError unless the request can be served. Its prompt becomes a list of ints."""
+        check(request, self.model.config, spells=self.tokenizer is not None)
         self.admission.check(request)
 
     def cancel(self, request: Request) -> None:
-        """Stop a request that was handed to `stream`: its pages are free at once, its last event says
-        "cancelled"."""
+        """Stop a request of `stream`: its pages are free at once, its last event says "cancelled"."""
         for stream in self.streams:
             for waiting in stream.waiting:
                 if waiting.request is request:
@@ -261,8 +260,7 @@ class Engine:
         yield from self._commit(group, layout, depth, token.long(), stats)
 
     def _entering(self, runs: list, depth: int, B: int) -> Tensor:
-        """The prefix rows (B, P, hidden) as they enter layer `depth`, behind each prefix's end whatever
-        comes."""
+        """The prefix rows (B, P, hidden) as they enter layer `depth`, anything behind a prefix's end."""
         P = min(self.bucket(max(run.prefix_len for run in runs), PAGE), self.model.config.max_len)
         if depth:
             ids = [run.lease.entry.id for run in runs]
@@ -328,7 +326,7 @@ class Engine:
 
     def _result(self, run: Running) -> Result | None:
         """The result, with what the guard knows, once a request is done."""
-        result = run.result(self.eos_ids)
+        result = run.result(self.eos_ids, self.tokenizer and self.tokenizer.decode)
         if result and self.guard:
             result.similarity = self.guard.similarity(run)
             result.table_depth = None if self.self_profile else run.table_depth

@@ -238,14 +238,13 @@ class Lines:
 class Results:
     """One JSON object a line for each result, as it comes: in the output file, on standard output."""
 
-    def __init__(self, chats: list, decode, output: Lines | None, stdout: bool):
-        self.chats, self.decode, self.output, self.stdout = chats, decode, output, stdout
+    def __init__(self, chats: list, output: Lines | None, stdout: bool):
+        self.chats, self.output, self.stdout = chats, output, stdout
 
     def event(self, event) -> None:
         if not event.result:
             return
-        found = {"index": event.index, **self.chats[event.index].passed,
-                 "text": self.decode(event.result.tokens), **asdict(event.result)}
+        found = {"index": event.index, **self.chats[event.index].passed, "text": "", **asdict(event.result)}
         if self.output:
             self.output.write(to_json(found))
         if self.stdout:

@@ -123,28 +123,27 @@ def run(stream, told: list, total: int, bar: bool) -> float:
 
 def listeners(args, engine, chats: list, requests: list, output: Lines | None) -> list:
     """Who listens to the events, in the order in which they print. Each keeps only what it will print."""
-    decode = engine.tokenizer.decode
-    told = [Results(chats, decode, output, stdout=args.json)]
+    told = [Results(chats, output, stdout=args.json)]
     if args.watch:
-        told.append(Watch(requests, decode))
+        told.append(Watch(requests, engine.tokenizer.decode))
     if args.trace:
         told.append(Trace(requests, engine.model.config.layers))
     if not args.json:
         demo = not (args.prompt or args.requests) and engine.mode != "none"
-        told += [Answers(chats, decode, late=args.watch), Tally(requests, keep=args.compare or demo)]
+        told += [Answers(chats, late=args.watch), Tally(requests, keep=args.compare or demo)]
     return told
 
 
 class Answers:
     """Questions with their answers, in the order of the questions; `late`: all at the end."""
 
-    def __init__(self, chats: list, decode, late: bool):
-        self.chats, self.decode, self.late = chats, decode, late
+    def __init__(self, chats: list, late: bool):
+        self.chats, self.late = chats, late
         self.texts, self.shown = {}, 0      # those that wait for an earlier one
 
     def event(self, event) -> None:
         if event.result:
-            self.texts[event.index] = self.decode(event.result.tokens).strip()
+            self.texts[event.index] = event.result.text.strip()
             if not self.late:
                 self.end()
 

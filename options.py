@@ -62,6 +62,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--temperature", type=float, help="0 (default) takes the likeliest token, above draws")
     add("--remasking", help="low_confidence (default), random, maskgit_plus, entropy, topk_margin or origin")
     add("--seed", type=int, help="of the draws (default 0); request number i, from 0, gets seed + i")
+    add("--stop", metavar="TEXT", action="append", help="end an answer in front of it; give it as often as you like")
     add("--no-eos", dest="stop_at_eos", action="store_false", default=None,
         help="do not stop at the end-of-text token")
     add("--eps", type=float, help="Dream's schedule: timesteps linear from 1 to EPS (Dream uses 0.001)")

@@ -8,6 +8,7 @@ remedy (tests/test_errors.py).
 """
 import math
 import operator
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cache import Lease
+from model import Config
 
 # name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream as it was drawn.
 REMASKING = {
@@ -45,6 +47,9 @@ class Request:
     alg_temp: draw the rows to commit instead of taking the best (Dream). top_p, top_k: draw from a part of
     the vocabulary. cfg_scale: guidance away from the answer to an all-mask prompt. logits_eos_inf: EOS is
     never chosen. confidence_eos_eot_inf: EOS and end-of-turn are committed last (both: LLaDA, appendix B.4).
+
+    stop: texts that end the answer; the engine must have a tokenizer. As with EOS, nothing before the end of
+    one may be undecided. Special tokens have no text and are found by none.
     """
     prompt: list                # token ids: any sequence of ints, made a list when the request is checked
     prefix_len: int | None = None
@@ -58,6 +63,7 @@ class Request:
     seed: int = 0
     remasking: str = "low_confidence"
     stop_at_eos: bool = True
+    stop: tuple = ()
     salt: str = ""
     eps: float | None = None
     alg_temp: float = 0.0
@@ -85,8 +91,8 @@ class Result:
     was less than the table's threshold, or, in a small cache, the pages did not suffice to share less than
     the table says.
     """
-    tokens: list                # without the EOS and what follows it
-    finish_reason: str          # "eos", "length" or "cancelled"
+    tokens: list                # in front of EOS, or the fewest from the first on that spell a stop text
+    finish_reason: str          # "eos", "stop", "length" or "cancelled"
     forwards: int
     refreshes: int
     prefix_tokens: int
@@ -97,6 +103,7 @@ class Result:
     table_depth: int | None = 0
     similarity: list = field(default_factory=list)
     measure_token_layers: float = 0
+    text: str = ""              # what the tokens spell, in front of a stop text; "" without a tokenizer
 
     @classmethod
     def cancelled(cls) -> "Result":
@@ -168,21 +175,42 @@ class Running:
             return 0, len(self.suffix)
         return self.own + lo - shift, len(self.suffix) if kind == "rest" else self.own + hi
 
-    def result(self, eos_ids: set) -> Result | None:
-        """The result, or None while there is more to do. EOS counts once nothing before it is undecided."""
-        tokens, reason = self.suffix[self.own:], "length"
+    def result(self, eos_ids: set, decode=None) -> Result | None:
+        """The result, or None while there is more to do. EOS and stop texts count where nothing before their
+        end is undecided. decode: tokens -> text, of the tokenizer if there is one."""
+        tokens, known = self.suffix[self.own:], int((self.masked.cumsum(0) == 0).sum())
+        end, reason = len(tokens), "length"
         if self.cancelled:
-            tokens, reason = tokens[:int((self.masked.cumsum(0) == 0).sum())], "cancelled"
-        elif self.request.stop_at_eos:
-            eos = torch.isin(tokens, torch.tensor(sorted(eos_ids))) & ~self.masked
-            if eos.any() and not self.masked[:(end := int(eos.int().argmax()))].any():
-                tokens, reason = tokens[:end], "eos"
+            end, reason = known, "cancelled"
+        else:
+            eos = torch.isin(tokens[:known], torch.tensor(sorted(eos_ids))).nonzero()
+            if self.request.stop_at_eos and len(eos):
+                end, reason = int(eos[0]), "eos"
+            if spelled := _spelling(tokens[:min(known, end)].tolist(), self.request.stop, decode):
+                end, reason = spelled, "stop"
+            if reason != "length":
                 self.blocks.clear()
         if self.blocks:
             return None
-        return Result(tokens.tolist(), reason, self.forwards, self.refreshes, self.prefix_len, self.depth,
-                      self.hit, self.token_layers, self.encode_token_layers, self.table_depth, [],
-                      self.measure_token_layers)
+        tokens = tokens[:end].tolist()
+        return Result(tokens, reason, self.forwards, self.refreshes, self.prefix_len, self.depth, self.hit,
+                      self.token_layers, self.encode_token_layers, self.table_depth, [],
+                      self.measure_token_layers, _before(decode(tokens), self.request.stop) if decode else "")
+
+
+def _spelling(tokens: list, stop: tuple, decode) -> int | None:
+    """How many leading tokens it takes to spell one of the stop texts; None if all together do not."""
+    def spells(n):
+        return any(text in decode(tokens[:n]) for text in stop)
+    if stop and spells(len(tokens)):
+        return bisect_left(range(len(tokens)), True, key=spells)
+    return None
+
+
+def _before(text: str, stop: tuple) -> str:
+    """`text` up to the first of the stop texts in it."""
+    places = [text.find(s) for s in stop if s in text]
+    return text[:min(places, default=len(text))]
 
 
 @dataclass(eq=False)
@@ -212,8 +240,9 @@ def whole(name: str, value) -> int:
     raise ValueError(f"{name} is {value!r}; it must be a whole number")
 
 
-def check(r: Request, vocab: int, max_len: int) -> list[int]:
-    """The prompt's ids as ints. ValueError (value, limit, remedy) unless the request can be decoded."""
+def check(r: Request, config: Config, spells: bool) -> None:
+    """ValueError (value, limit, remedy) unless a model of this config can decode the request. Its prompt
+    becomes a list of ints. spells: there is a tokenizer."""
     if not isinstance(r, Request):
         raise ValueError(f"{r!r} is no Request")
     try:
@@ -224,19 +253,21 @@ def check(r: Request, vocab: int, max_len: int) -> list[int]:
     n, G = len(ids), r.gen_length
     if not n:
         raise ValueError("the prompt is empty; give at least one token id")
-    if bad := [t for t in ids if not 0 <= t < vocab]:
-        raise ValueError(f"the prompt holds token id {bad[0]}; ids run from 0 to {vocab - 1}")
+    if bad := [t for t in ids if not 0 <= t < config.vocab]:
+        raise ValueError(f"the prompt holds token id {bad[0]}; ids run from 0 to {config.vocab - 1}")
     if G < 1:
         raise ValueError(f"gen_length is {G}; it must be at least 1")
-    if n + G > max_len:
+    if n + G > config.max_len:
         raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens and the model takes "
-                         f"{max_len}; shorten one")
+                         f"{config.max_len}; shorten one")
     if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
         raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at "
                          "most that many")
-    _check_choice(r, vocab)
+    if r.stop and not spells:
+        raise ValueError(f"stop is {r.stop!r}; the engine has no tokenizer to find texts with: give it one")
+    _check_choice(r, config.vocab)
     _check_pace(r, G)
-    return ids
+    r.prompt, r.stop = ids, tuple(r.stop)
 
 
 def _check_types(r: Request) -> None:
@@ -255,6 +286,8 @@ def _check_types(r: Request) -> None:
     for name in ("stop_at_eos", "logits_eos_inf", "confidence_eos_eot_inf"):
         if not isinstance(getattr(r, name), bool):
             raise ValueError(f"{name} is {getattr(r, name)!r}; it must be true or false")
+    if not isinstance(r.stop, (tuple, list)) or not all(isinstance(text, str) and text for text in r.stop):
+        raise ValueError(f"stop is {r.stop!r}; it must be a tuple of texts, none of them empty")
 
 
 def _check_choice(r: Request, vocab: int) -> None:

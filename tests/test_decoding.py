@@ -284,7 +284,7 @@ def test_eos_and_eot_are_committed_last(fond, temperature):
     choices."""
     c, ids, G, steps = fond.config, prompt(8, seed=1), 24, 8
     ends = torch.tensor([c.eos_id, 7])
-    tokenizer = SimpleNamespace(eos_ids={7})
+    tokenizer = SimpleNamespace(eos_ids={7}, decode=str)
     request = dict(gen_length=G, temperature=temperature, seed=4, stop_at_eos=False)
     once, = run(fond, Request(ids, steps=1, confidence_eos_eot_inf=True, **request), tokenizer=tokenizer)
     assert once.tokens == run(fond, Request(ids, steps=1, **request), tokenizer=tokenizer)[0].tokens

@@ -77,6 +77,9 @@ GOOD = dict(prompt=[1, 2, 3], gen_length=8)
     (dict(entropy_bound=1, factor=1, threshold=0.5), "threshold \\(0.5\\) and factor .* and entropy_bound"),
     (dict(entropy_bound=1, remasking="random"), "ranks by entropy, remasking 'random' does not"),
     (dict(entropy_bound=1, alg_temp=0.5), "leave it at 0"),
+    (dict(stop="end"), "stop is 'end'; it must be a tuple of texts"),
+    (dict(stop=("a", "")), "none of them empty"),
+    (dict(stop=("end",)), "the engine has no tokenizer to find texts with"),
 ])
 def test_bad_request(llada, bad, says, monkeypatch):
     """Refused at the call of `stream`, before anything runs, also when it is the second of two; then it is named."""
