@@ -10,7 +10,7 @@ excludes another is refused here, before a model is loaded. Checked: tests/test_
 import argparse
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from files import BadInput, Chat, check_chat, read_lines, read_text
@@ -58,11 +58,14 @@ def parse(argv=None) -> argparse.Namespace:
         help="commit the n-th best token while its probability lies above 1 - FACTOR / (n + 1); instead of "
              "--steps")
     add("--entropy-bound", type=float, metavar="NATS",
-        help="commit the surest tokens while the entropies of those before add up to no more; instead of --steps")
+        help="commit the surest tokens while the entropies of those before add up to no more; instead of "
+             "--steps")
     add("--temperature", type=float, help="0 (default) takes the likeliest token, above draws")
     add("--remasking", help="low_confidence (default), random, maskgit_plus, entropy, topk_margin or origin")
     add("--seed", type=int, help="of the draws (default 0); request number i, from 0, gets seed + i")
-    add("--stop", metavar="TEXT", action="append", help="end an answer in front of it; give it as often as you like")
+    add("--n", type=int, help="answers to each prompt, one after another, where tokens are drawn (default 1)")
+    add("--stop", metavar="TEXT", action="append",
+        help="end an answer in front of this text; give it as often as you like")
     add("--no-eos", dest="stop_at_eos", action="store_false", default=None,
         help="do not stop at the end-of-text token")
     add("--eps", type=float, help="Dream's schedule: timesteps linear from 1 to EPS (Dream uses 0.001)")
@@ -161,6 +164,7 @@ def check_options(a: argparse.Namespace) -> None:
             (a.requests and (a.prompt or a.prefix),
              "--requests brings its own prompts; leave out --prompt and --prefix"),
             (a.prefix and not a.prompt, "--prefix needs at least one --prompt"),
+            (a.n is not None and a.n < 1, f"--n is {a.n}; it must be at least 1"),
             (stdin > 1, f"standard input (-) is asked for {stdin} times, and can be read once"),
             (a.raw and not (a.prompt or a.requests), "--raw has an effect only with --prompt or --requests"),
             (a.raw and a.template_vars, "--template-var has an effect on chats; leave out --raw"),
@@ -189,6 +193,7 @@ def read_chats(a: argparse.Namespace) -> list[Chat]:
     from request import Request             # only now: --help and a bad option do not wait for torch
     names = {f.name for f in fields(Request)} - {"prompt"}
     chats = requests_file(a.requests, names) if a.requests else prompts(a) if a.prompt else demo()
+    chats = [copy for chat in chats for copy in copies(chat, a.n or 1)]
     common = given(a, names)
     seed = common.get("seed", Request.seed)
     for place, chat in enumerate(chats):
@@ -202,9 +207,21 @@ def read_chats(a: argparse.Namespace) -> list[Chat]:
         chat.raw = a.raw if chat.raw is None else chat.raw
         if chat.raw and "messages" in chat.text:
             refuse(f"{chat.where} is a chat, and --raw takes running text; leave one out")
+        if a.n and a.n > 1 and not draws(chat.options):
+            refuse(f"{chat.where} would get the same answer {a.n} times: nothing is drawn; leave out --n, or "
+                   "set temperature, alg_temp, or remasking random or origin")
     if a.seed is not None and not any(draws(chat.options) for chat in chats):
         refuse(f"there is a --seed, and {NO_DRAW}")
     return chats
+
+
+def copies(chat: Chat, n: int) -> list[Chat]:
+    """n of a chat; if its line has a seed, they take that one and those behind it."""
+    found = [replace(chat, options=dict(chat.options)) for _ in range(n)]
+    if isinstance(seed := chat.options.get("seed"), int):
+        for i, copy in enumerate(found):
+            copy.options["seed"] = seed + i
+    return found
 
 
 def requests_file(path: str, names: set) -> list[Chat]:

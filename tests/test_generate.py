@@ -56,7 +56,7 @@ def plain(text_folder):
         sys.stdout = stdout
 
 
-# -- what is told -----------------------------------------------------------------------------------------------
+# -- what is told --------------------------------------------------------------------------------------------
 
 
 def test_text(run, plain):
@@ -74,8 +74,8 @@ def test_text(run, plain):
     (["bicache", "--depth", 2], False), (["naive"], False),
     (["bicache", "--depth", 3, "--window", "block", "--block-length", 4], False)])
 def test_every_cache_mode(run, plain, cache, exact):
-    """One JSON object a line and nothing else; the exact modes give the tokens of no cache, the sharing ones a
-    miss, then a hit."""
+    """One JSON object a line and nothing else; the exact modes give the tokens of no cache, the sharing ones
+    a miss, then a hit."""
     code, out, err = run(*ASK, "--cache", *cache, "--json")
     found = objects(out)
     assert code == 0 and not err and len(found) == 2
@@ -88,8 +88,8 @@ def test_every_cache_mode(run, plain, cache, exact):
 
 
 def test_trace_and_compare(run):
-    """The trace shows, layer by layer, the refresh every R steps and where K/V were read; --compare runs again
-    without."""
+    """The trace shows, layer by layer, the refresh every R steps and where K/V were read; --compare runs
+    again without."""
     _, out, _ = run(*ASK, "--depth", 2, "--refresh", 4, "--no-eos", "--trace", "--compare")
     assert "layer   3 #ppp#ppp#ppp" in out and "layer   1 ssssssssssss" in out
     assert re.search(r"of 2 answers equal", out)
@@ -125,7 +125,7 @@ def test_the_text_is_not_stripped(run, text_folder, capsys):
     _, out, _ = run(*ASK, "--no-eos", "--json")
     decode = Tokenizer.from_folder(text_folder).decode
     assert all(found["text"] == decode(found["tokens"]) for found in objects(out))
-    assert any(found["text"] != found["text"].strip() for found in objects(out))        # or this shows nothing
+    assert any(found["text"] != found["text"].strip() for found in objects(out))       # or this shows nothing
 
 
 def listen(monkeypatch, hear):
@@ -138,9 +138,9 @@ def listen(monkeypatch, hear):
 
 @pytest.mark.parametrize("how", [["--json"], ["--cache", "naive"]])
 def test_memory_does_not_grow_with_the_requests(run, tmp_path, monkeypatch, how):
-    """Symptom: 1.8 GB for 10,000 requests of 128 steps. Cause: all events were kept to the end, though no trace was
-    to be drawn, and all results. Fixed: who listens keeps what it prints; counted here, by references to them,
-    events and results that are alive while the last request ends."""
+    """Symptom: 1.8 GB for 10,000 requests of 128 steps. Cause: all events were kept to the end, though no
+    trace was to be drawn, and all results. Fixed: who listens keeps what it prints; counted here, by
+    references to them, events and results that are alive while the last request ends."""
     path, seen, alive = write_lines(tmp_path / "in.jsonl", *({"prompt": str(i)} for i in range(12))), [], []
 
     def hear(event):
@@ -151,7 +151,7 @@ def test_memory_does_not_grow_with_the_requests(run, tmp_path, monkeypatch, how)
     assert code == 0 and len(seen) >= 12 * 4 and max(alive) <= 6
 
 
-# -- what is refused --------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("args, says", [
@@ -200,8 +200,9 @@ def test_unreadable_requests(run, tmp_path, line, says):
 
 
 def test_a_default_length_without_room(run, text_folder, tmp_path):
-    """Symptom: a generation_config.json that asks for more than the model holds refuses every prompt. The length
-    is cut to the room that there is, and a sentence says so; one that was given is refused, as ever."""
+    """Symptom: a generation_config.json that asks for more than the model holds refuses every prompt. The
+    length is cut to the room that there is, and a sentence says so; one that was given is refused, as
+    ever."""
     folder = tmp_path / "model"
     folder.mkdir()
     for path in text_folder.iterdir():
@@ -218,13 +219,13 @@ def test_a_default_length_without_room(run, text_folder, tmp_path):
         assert code == 2 and "max_new_tokens is" in err
 
 
-# -- what comes in ----------------------------------------------------------------------------------------------
+# -- what comes in -------------------------------------------------------------------------------------------
 
 
 def test_equal_texts_give_equal_ids(run, tmp_path, monkeypatch):
-    """Symptom: --prefix 'Ann is in Oslo.\\n\\n' --prompt 'Q: who?' gives other ids than the two joined, and than
-    the same in a file of requests. Cause: texts were stripped, and line ends translated. Fixed: texts are as
-    given, through whichever door."""
+    """Symptom: --prefix 'Ann is in Oslo.\\n\\n' --prompt 'Q: who?' gives other ids than the two joined, and
+    than the same in a file of requests. Cause: texts were stripped, and line ends translated. Fixed: texts
+    are as given, through whichever door."""
     import tokenizer
     seen, split = [], tokenizer.Tokenizer.split
 
@@ -247,8 +248,8 @@ def test_equal_texts_give_equal_ids(run, tmp_path, monkeypatch):
 
 
 def test_raw_is_one_running_text(run, text_folder, tmp_path):
-    """Symptom: a base model whose folder brings a chat template cannot be asked to go on with a text. With --raw,
-    or "raw" in a line, no template stands around prefix and prompt; a line has the last word."""
+    """Symptom: a base model whose folder brings a chat template cannot be asked to go on with a text. With
+    --raw, or "raw" in a line, no template stands around prefix and prompt; a line has the last word."""
     from tokenizer import Tokenizer
     _, P = Tokenizer.from_folder(text_folder).split("Ann is ", "in")
     lines = write_lines(tmp_path / "in.jsonl", {"prefix": "Ann is ", "prompt": "in"},
@@ -260,8 +261,8 @@ def test_raw_is_one_running_text(run, text_folder, tmp_path):
 
 def test_draws_differ_by_place_and_repeat(run, tmp_path):
     """Symptom: the same prompt four times at a temperature gives four equal answers. Cause: one seed for all.
-    Fixed: number i has seed + i, so that number 2 at seed 5 is number 0 at seed 7; a line's own seed counts as
-    it is."""
+    Fixed: number i has seed + i, so that number 2 at seed 5 is number 0 at seed 7; a line's own seed counts
+    as it is."""
     draw = ["--temperature", "1", "--gen-length", 8, "--no-eos", "--json"]
     _, out, _ = run(*["--prompt", "who"] * 4, "--seed", 5, *draw)
     four = [tuple(found["tokens"]) for found in objects(out)]
@@ -272,9 +273,30 @@ def test_draws_differ_by_place_and_repeat(run, tmp_path):
     assert found[:2] == [four[2], four[1]] and found[2] not in found[:2]
 
 
+def test_stop_and_n(run, tmp_path):
+    """--stop ends answers in front of a text, whichever comes first, in JSON and as text; --n draws as often,
+    each answer the one that its place would get in a list."""
+    draw = [*ASK, "--temperature", "1", "--json"]
+    _, out, _ = run(*draw, "--n", "2")
+    both, stop = objects(out), objects(out)[0]["text"][3:5]
+    assert len(both) == 4 and both[0]["text"] != both[1]["text"]
+    again = write_lines(tmp_path / "in.jsonl", *({"prefix": DOCUMENT, "prompt": q} for q in QUESTIONS for _ in "ab"))
+    _, out, _ = run("--requests", again, *draw[-3:], "--gen-length", "12")
+    assert [a["tokens"] for a in objects(out)] == [a["tokens"] for a in both]
+    _, out, _ = run(*draw, "--n", "2", "--stop", "\x00", "--stop", stop)
+    for cut, full in zip(objects(out), both, strict=True):
+        assert cut["text"] == full["text"].split(stop)[0]
+        assert cut["finish_reason"] == ("stop" if stop in full["text"] else full["finish_reason"])
+    assert objects(out)[0]["finish_reason"] == "stop" and objects(out)[0]["forwards"] <= both[0]["forwards"]
+    assert run(*ASK, "--n", "2")[::2] == (2, "generate.py: --prompt number 1 would get the same answer 2 times: nothing "
+                                          "is drawn; leave out --n, or set temperature, alg_temp, or remasking random "
+                                          "or origin\n")
+
+
 def test_a_line_brings_its_own_options(run, tmp_path):
-    """Symptom: gen_length in a JSONL line was refused, or would have been ignored. A line may hold any field of
-    Request by its name; it goes before the command line's, null takes that back, and an id comes out again."""
+    """Symptom: gen_length in a JSONL line was refused, or would have been ignored. A line may hold any field
+    of Request by its name; it goes before the command line's, null takes that back, and an id comes out
+    again."""
     lines = write_lines(
         tmp_path / "in.jsonl", {"prompt": "a", "gen_length": 3, "id": {"any": "\ud800"}},
         {"prompt": "b", "steps": None, "threshold": 0.01, "id": 7}, {"prompt": "c"})
@@ -287,11 +309,12 @@ def test_a_line_brings_its_own_options(run, tmp_path):
     assert found[0]["id"] == {"any": "\ud800"} and found[1]["id"] == 7 and "id" not in found[2]
 
 
-# -- what goes out, and how it ends -----------------------------------------------------------------------------
+# -- what goes out, and how it ends --------------------------------------------------------------------------
 
 
 def test_requests_file_and_output(run, tmp_path):
-    """A file of requests, as prefix and prompt or as chats; the results land in the output file, a line each."""
+    """A file of requests, as prefix and prompt or as chats; the results land in the output file, a line
+    each."""
     output = tmp_path / "out.jsonl"
     chat = {"messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": "Which weights?"}]}
     path = write_lines(tmp_path / "in.jsonl", {"prefix": DOCUMENT, "prompt": "Which weights?"}, chat)
@@ -309,8 +332,8 @@ def test_line_separators_inside_a_text(run, tmp_path):
 
 
 def test_an_empty_prompt_and_a_link_as_output(run, tmp_path):
-    """An empty text in a file is a prompt, where a template surrounds it; the output goes to what a link stands
-    for."""
+    """An empty text in a file is a prompt, where a template surrounds it; the output goes to what a link
+    stands for."""
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "empty").touch()
     code, *_ = run("--prompt", f"@{tmp_path / 'empty'}", "--gen-length", 2, "--output", tmp_path / "link")
@@ -321,9 +344,10 @@ def test_an_empty_prompt_and_a_link_as_output(run, tmp_path):
 @pytest.mark.parametrize("name, older", [
     ("SIGINT", "an older, complete run\n"), ("SIGTERM", None), ("SIGHUP", None)])
 def test_a_signal_leaves_whole_lines(run, tmp_path, monkeypatch, name, older):
-    """Symptom: an interrupted run leaves half a line, or nothing of what was done, or writes a few lines over the
-    complete file of an earlier run; SIGTERM and SIGHUP lose everything. Fixed: what is done is whole lines in
-    the file of --output or, if that is there already, in FILE.part beside it, and a sentence says which."""
+    """Symptom: an interrupted run leaves half a line, or nothing of what was done, or writes a few lines over
+    the complete file of an earlier run; SIGTERM and SIGHUP lose everything. Fixed: what is done is whole
+    lines in the file of --output or, if that is there already, in FILE.part beside it, and a sentence says
+    which."""
     output, number, done = tmp_path / "out.jsonl", getattr(signal, name), []
     where = tmp_path / "out.jsonl.part" if older else output
 
@@ -387,8 +411,8 @@ def test_a_full_disk_keeps_the_other_file(run, tmp_path, capsys, monkeypatch):
 
 
 def test_letters_that_the_terminal_does_not_have(run, monkeypatch):
-    """Symptom: PYTHONIOENCODING=cp1252 ends the run at the first letter outside of it. Fixed: it goes on, with
-    escapes; JSON is ASCII there."""
+    """Symptom: PYTHONIOENCODING=cp1252 ends the run at the first letter outside of it. Fixed: it goes on,
+    with escapes; JSON is ASCII there."""
     for how, says in (("--compare", b"Q  \\u2192 \\u4e2d"), ("--json", b'"text": ')):
         page = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
         monkeypatch.setattr("sys.stdout", page)

@@ -37,7 +37,8 @@ ASK = ["--prefix", "A text.", "--prompt", "Who?"]
     (["--template-var", "a=1", "--raw"], "--template-var has an effect on chats"),
 ])
 def test_refused_options(args, says):
-    """What has no effect in the chosen mode, excludes another, or would silently replace another is an error."""
+    """What has no effect in the chosen mode, excludes another, or would silently replace another is an
+    error."""
     with pytest.raises(BadInput, match=re.escape(says)):
         parse([*ASK, *args])
 
@@ -58,8 +59,8 @@ def test_variables_of_the_template(capsys):
 
 @pytest.mark.parametrize("option", ["prefix", "prompt", "requests", "model", "output", "salt", "device", "remasking"])
 def test_an_empty_option(option):
-    """Symptom: `--requests "$FILE"` with FILE unset answers the embedded demo, with exit code 0. Cause: an empty
-    text is false, as one not given. Fixed: an empty option is an error, whichever."""
+    """Symptom: `--requests "$FILE"` with FILE unset answers the embedded demo, with exit code 0. Cause: an
+    empty text is false, as one not given. Fixed: an empty option is an error, whichever."""
     with pytest.raises(BadInput, match=f"--{option} is empty; give it a value or leave it out"):
         parse([f"--{option}", ""])
 
@@ -76,14 +77,29 @@ def test_a_seed_without_a_draw(args, says):
 
 
 def test_seeds_follow_the_place(tmp_path):
-    """Seed of number i, from 0: --seed + i, modulo 2**32; blank lines do not count, a line's own seed stays, and
-    where no line draws, seeds are refused."""
+    """Seed of number i, from 0: --seed + i, modulo 2**32; blank lines do not count, a line's own seed stays,
+    and where no line draws, seeds are refused."""
     path = tmp_path / "in.jsonl"
     path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b", "seed": 3}\n{"prompt": "c"}\n')
     chats = read_chats(parse(["--requests", str(path), "--seed", str(2**32 - 2), "--temperature", "1"]))
     assert [chat.options["seed"] for chat in chats] == [2**32 - 2, 3, 0]
     with pytest.raises(BadInput, match="line 4 of .* has a seed, and nothing is drawn"):
         read_chats(parse(["--requests", str(path)]))
+
+
+def test_n_answers_take_consecutive_places(tmp_path):
+    """--n N: each prompt N times, one after another; so the seeds are consecutive, also behind a line's own.
+    What would be N times the same answer is refused, by its line."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "seed": 7, "id": "x"}\n{"prompt": "c", "remasking": "random"}\n')
+    chats = read_chats(parse(["--requests", str(path), "--n", "3", "--seed", "5", "--temperature", "1"]))
+    assert [chat.text["prompt"] for chat in chats] == list("aaabbbccc")
+    assert [chat.options["seed"] for chat in chats] == [5, 6, 7, 7, 8, 9, 11, 12, 13]
+    assert [chat.passed.get("id") for chat in chats] == [None] * 3 + ["x"] * 3 + [None] * 3
+    with pytest.raises(BadInput, match="line 1 of .* would get the same answer 3 times: nothing is drawn"):
+        read_chats(parse(["--requests", str(path), "--n", "3"]))
+    with pytest.raises(BadInput, match="--n is 0; it must be at least 1"):
+        parse([*ASK, "--n", "0"])
 
 
 def test_a_line_goes_before_the_command_line(tmp_path):
@@ -113,8 +129,8 @@ def test_a_file_without_requests(tmp_path):
 
 
 def test_where_a_text_comes_from(tmp_path, monkeypatch):
-    """Symptom: a prompt that begins with @ cannot be given; @~/file is not found. @@channel is the text @channel,
-    ~ is the user's home, - is standard input, as it is, without a byte order mark."""
+    """Symptom: a prompt that begins with @ cannot be given; @~/file is not found. @@channel is the text
+    @channel, ~ is the user's home, - is standard input, as it is, without a byte order mark."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf one\r\ntwo \n")
     assert text("@~/a.txt") == text(f"@{tmp_path}/a.txt") == " one\r\ntwo \n"
