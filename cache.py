@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from files import BadInput
+from files import BadInput, enough_memory, memory
 
 PAGE = 64
 MAX_ENTRIES = 256       # shared prefixes at most: each is a row of the tables, as long as the longest canvas
@@ -70,11 +70,16 @@ class Cache:
             need = (budget - (pages - 3) * page_bytes) / 2**20
             raise BadInput(f"a cache of {budget / 2**20:.3g} MB holds no page; set cache_mb to "
                            f"{math.ceil(need * 100) / 100:g} or more")
+        if torch.device(device).type == "cpu" and budget > memory():    # allocated, it would fail when filled
+            raise BadInput(f"cache_mb is {budget / 2**20:g} and this machine has {memory() / 2**20:.0f} MB in "
+                           "all; set it to less")
         self.layers, self.boundaries, self.budget, self.key = L, list(boundaries), budget, key
         self.max_requests = max_requests
         self.kv_bytes, self.hidden_bytes = kv_bytes, hidden_bytes
-        self.kv = torch.zeros(pages, 2, config.kv_heads, PAGE, config.head_dim, device=device, dtype=dtype)
-        self.hidden = torch.zeros(max(pages * nb // L, 1), PAGE, config.hidden, device=device, dtype=dtype)
+        with enough_memory(f"a cache of {budget / 2**20:g} MB on {device}", "set cache_mb to less"):
+            at = dict(device=device, dtype=dtype)
+            self.kv = torch.zeros(pages, 2, config.kv_heads, PAGE, config.head_dim, **at)
+            self.hidden = torch.zeros(max(pages * nb // L, 1), PAGE, config.hidden, **at)
         self.free = list(range(self.kv.shape[0] - 1, 1, -1))    # popped from the end: lowest page first
         self.free_hidden = list(range(self.hidden.shape[0] - 1, 0, -1))
         self.table = torch.zeros(ids, L, columns, dtype=torch.int32, device=device)

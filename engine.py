@@ -29,7 +29,7 @@ import guard
 import kernels
 from admission import Admission
 from cache import PAGE, Cache, count_pages
-from files import BadInput
+from files import BadInput, enough_memory, ran_out
 from hub.checkpoint import fingerprint, load
 from model import Transformer
 from request import Event, Request, Result, Running, Stream, Waiting, check, whole
@@ -95,8 +95,10 @@ class Engine:
         """
         from tokenizer import Tokenizer
         tokenizer = Tokenizer.from_folder(path, template_vars=template_vars)
-        model = load(path, device, dtype)
-        model = model if options.get("compile") else model.pack()
+        with enough_memory(f"the weights of {path} as {dtype} on {device}",
+                           'use dtype "bfloat16", another device or a smaller model'):
+            model = load(path, device, dtype)
+            model = model if options.get("compile") else model.pack()
         table = None
         if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
             table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already
@@ -164,6 +166,12 @@ class Engine:
                 self.admission.close(run)
             self.cache.scrub()
             raise
+        except (MemoryError, RuntimeError) as e:
+            if not ran_out(e):
+                raise
+            raise BadInput(f"there is not enough memory for a step on {self.device} with "
+                           f"{len(stream.running)} running; set max_batch ({self.max_batch}) or cache_mb "
+                           f"({self.cache.budget / 2**20:g}) to less") from e
         finally:                            # the caller may stop listening at any step
             for run in stream.running:
                 self.admission.close(run)

@@ -24,6 +24,32 @@ class BadInput(ValueError):
     """What the user gave cannot be used. One sentence: the value, the limit, the remedy."""
 
 
+def memory() -> float:
+    """Bytes of this machine's memory, as far as it tells."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory, a GPU's or the machine's, did not suffice: torch has many words."""
+    words = "out of memory", "allocate memory", "size calculation overflow"
+    of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return of_torch or isinstance(error, MemoryError)
+
+
+@contextmanager
+def enough_memory(what: str, remedy: str):
+    """Within: if memory runs out, a sentence: what was asked for, and what to set."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if not ran_out(e):
+            raise
+        raise BadInput(f"there is not enough memory for {what}; {remedy}") from e
+
+
 # -- texts ---------------------------------------------------------------------------------------------------
 
 

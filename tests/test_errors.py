@@ -187,6 +187,45 @@ def test_an_interrupt_while_encoding_for_guidance(model, monkeypatch):
     assert all(e.users == 0 for e in engine.cache.entries.values())
 
 
+GPU_IS_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+CPU_IS_FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you")
+
+
+@pytest.mark.parametrize("full", [GPU_IS_FULL, CPU_IS_FULL, MemoryError()])
+def test_memory_that_does_not_suffice(model, monkeypatch, full):
+    """Symptom: a cache or weights larger than memory, or a step on a full GPU, end in the allocator's traceback.
+    A sentence says what was asked for and what to set, from the library, too; what a step held is free again."""
+    with pytest.raises(ValueError, match=r"cache_mb is 1.09951e\+12 and this machine has \d+ MB in all; set it to less"):
+        Engine(model, depth=2, cache_mb=2**40 - 1)
+    engine, request = Engine(model, depth=2, cache_mb=4), Request(prompt(20), prefix_len=9, gen_length=4)
+    right, free, step = engine.generate([request])[0].tokens, len(engine.cache.free), engine.step
+
+    def fail(*_, **__):
+        raise full
+    monkeypatch.setattr(engine, "step", fail)
+    with pytest.raises(ValueError, match=r"not enough memory for a step on cpu with 1 running; set max_batch \(8\)"):
+        engine.generate([request])
+    monkeypatch.setattr(engine, "step", step)
+    assert len(engine.cache.free) == free and engine.generate([request])[0].tokens == right
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(ValueError, match="not enough memory for a cache of 4 MB on cpu; set cache_mb to less"):
+        Engine(model, depth=2, cache_mb=4)
+    monkeypatch.setattr("engine.load", fail)
+    with pytest.raises(ValueError, match="not enough memory for the weights of .* as float32 on cpu; use dtype"):
+        Engine.from_folder(GOLDEN / "llada", depth=2)
+
+
+def test_another_error_of_torch_stays(model, monkeypatch):
+    """What is no want of memory is a bug, and stays a traceback."""
+    engine = Engine(model, depth=2, cache_mb=4)
+
+    def fail(*_, **__):
+        raise RuntimeError("shape mismatch")
+    monkeypatch.setattr(engine, "step", fail)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        engine.generate([Request(prompt(20), gen_length=4)])
+
+
 @pytest.mark.parametrize("prefix_len", [None, 40])
 def test_what_is_accepted_can_be_served(model, prefix_len):
     """Symptom: a request passes the check and then fails for want of room, with guidance (twice the pages) or where the
