@@ -29,6 +29,8 @@ def read(path, mask_token=None, template_vars=None):
 
     mask_token: the spelling of the mask, where no file names it. template_vars: values for the chat template.
     """
+    if not isinstance(template_vars or {}, dict):
+        raise BadInput(f"template_vars is {template_vars!r}; it must be a dict of names and values")
     folder, has = Path(path), {p.name for p in Path(path).glob("*")}
     if not (has & {"tokenizer.json", "tokenizer.model"} or {"vocab.json", "merges.txt"} <= has):
         if has & PARTS:

@@ -76,6 +76,8 @@ def test_template_variables_without_effect(tmp_path, variables, words):
     folder = dream(tmp_path / "dream")
     with pytest.raises(ValueError, match=words):
         read(folder, QWEN3_CHAT, template_vars=variables)
+    with pytest.raises(ValueError, match="template_vars is 'x=1'; it must be a dict"):
+        read(folder, template_vars="x=1")
     with pytest.raises(ValueError, match="no chat template; leave it out"):
         read(folder, "", template_vars=variables)
     with pytest.raises(ValueError, match="no tokenizer files.*leave them out"):
