@@ -138,7 +138,7 @@ def rules_for(requests: list, steps: list, places: list, rows: int, vocab: int) 
     return Rules(sample, tempered, nucleus, no_eos, guide, stats)
 
 
-def choose(logits: Tensor, rules: Rules, mask_id: int, eos_id: int, impl: str = "torch") -> tuple:
+def choose(logits: Tensor, rules: Rules, mask_id: int, eos_ids: tuple, impl: str = "torch") -> tuple:
     """From logits (M, V): token (M,), log-probability (M,), and with `rules.stats` negative entropy and
     margin (M,)."""
     noise = None
@@ -146,7 +146,8 @@ def choose(logits: Tensor, rules: Rules, mask_id: int, eos_id: int, impl: str = 
         row, scale = rules.guide
         logits = logits[row] + (scale[:, None] + 1) * (logits[:len(row)] - logits[row])
     if rules.no_eos is not None:
-        eos = torch.arange(logits.shape[1], device=logits.device) == eos_id
+        column = torch.arange(logits.shape[1], device=logits.device)
+        eos = torch.stack([column == i for i in eos_ids]).any(0)                            # (V,)
         logits = logits.masked_fill(rules.no_eos[:, None] & eos, float("-inf"))
     if rules.sample is not None:
         temperature, *key = rules.sample

@@ -15,6 +15,7 @@ import torch
 
 from files import BadInput
 from hub.checkpoint import fingerprint
+from hub.families import hub_name
 
 # Published with arXiv 2608.26140 (sands-lab/ACache, policies/), made by the profiler of arXiv 2606.07571: 500
 # samples of WildChat-4.8M a ratio, threshold 0.97. name: (layers, {percent: leading layers that are alike})
@@ -75,10 +76,11 @@ def _own_table(folder: Path, layers: int, remedy: str) -> Table:
 
 
 def _published_table(folder: Path, layers: int) -> Table | None:
-    """By the folder's name (of what a link leads to), or by where config.json says the model comes from."""
+    """By the folder's name (of what a link leads to; in the hub's cache, the model's), or by where
+    config.json says the model comes from."""
     config = folder / "config.json"
     origin = json.loads(config.read_text()).get("_name_or_path") if config.is_file() else None
-    names = [_last_part(folder.resolve()), _last_part(origin)]
+    names = [_last_part(hub_name(folder)), _last_part(origin)]
     for name, (count, table) in PUBLISHED.items():
         if count == layers and _last_part(name) in names:
             # In our count, see `safe_depth`: one less, unless all layers are alike.

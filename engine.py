@@ -68,7 +68,7 @@ class Engine:
         self.model, self.mode, self.tokenizer, self.self_profile = model, cache, tokenizer, self_profile
         self.window, self.max_batch, self.device = window, max_batch, weight.device
         self.refresh = refresh if cache in ("intra", "bicache") else 1    # the others have nothing to refresh
-        self.eos_ids = {model.config.eos_id} | (tokenizer.eos_ids if tokenizer else set())
+        self.eos_ids = {*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         boundaries = _boundaries(L) if cache == "bicache" else ()
         self.cache = Cache(model.config, int(cache_mb * 2**20), boundaries, max_batch, weight.device,
                            weight.dtype, key)
@@ -87,24 +87,26 @@ class Engine:
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
-                    dtype="float32", cache_mb=256, max_batch=8, template_vars=None, **options):
+                    dtype="float32", cache_mb=256, max_batch=8, mask_token=None, shift=None,
+                    template_vars=None, **options):
         """An engine on a model folder: weights, depth table and, if there is one, the tokenizer.
 
-        template_vars: values for the variables of its chat template, as {"enable_thinking": True}.
-        Raises ValueError for a folder that cannot be used, naming what is wrong with it.
+        mask_token: how the mask is spelled, where the folder does not say. shift: whether logits stand one
+        row early, where that is not as the family has it. template_vars: values for the variables of the chat
+        template, as {"enable_thinking": True}. Raises ValueError for a folder that cannot be used, naming
+        what is wrong with it.
         """
         from tokenizer import Tokenizer
-        tokenizer = Tokenizer.from_folder(path, template_vars=template_vars)
+        tokenizer = Tokenizer.from_folder(path, mask_token=mask_token, template_vars=template_vars)
         with enough_memory(f"the weights of {path} as {dtype} on {device}",
                            'use dtype "bfloat16", another device or a smaller model'):
-            model = load(path, device, dtype)
+            model = load(path, device, dtype, mask_id=tokenizer and tokenizer.mask_id, shift=shift)
             model = model if options.get("compile") else model.pack()
         table = None
         if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
             table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already
         return cls(model, cache=cache, depth=depth, refresh=refresh, window=window, cache_mb=cache_mb,
-                   max_batch=max_batch, table=table, tokenizer=tokenizer,
-                   key=fingerprint(path), **options)
+                   max_batch=max_batch, table=table, tokenizer=tokenizer, key=fingerprint(path), **options)
 
     # -- the public calls ------------------------------------------------------------------------------------
 

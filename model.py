@@ -1,4 +1,4 @@
-"""The transformer of masked diffusion language models (LLaDA, Dream), in one file.
+"""The transformer of masked diffusion language models (LLaDA, Dream and their kin), in one file.
 
 A bidirectional stack of RMSNorm, rotary embedding (half-split), grouped-query attention and SwiGLU. It holds
 weights and arithmetic only: where K and V are kept and what a query sees is decided by the `attend` function
@@ -32,14 +32,16 @@ class Config:
     theta: float                # RoPE base
     eps: float                  # RMSNorm
     mask_id: int
-    eos_id: int
+    eos_ids: tuple              # each ends an answer
     qkv_bias: bool
     tied: bool                  # the output head is the embedding matrix
     shift: bool = False         # Dream: the logits for position i stand in row i-1
+    qk_norm: bool = False       # Qwen3: q and k are normed, head by head
+    head_dim: int | None = None     # hidden // heads, unless said
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def __post_init__(self):
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
 
 class RMSNorm(nn.Module):
@@ -84,13 +86,14 @@ class Linear(nn.Linear):
 class Layer(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        kv = c.kv_heads * c.head_dim
-        self.head_dim = c.head_dim
+        D = self.head_dim = c.head_dim
         self.attn_norm, self.mlp_norm = RMSNorm(c.hidden, c.eps), RMSNorm(c.hidden, c.eps)
-        self.q = Linear(c.hidden, c.hidden, bias=c.qkv_bias)
-        self.k = Linear(c.hidden, kv, bias=c.qkv_bias)
-        self.v = Linear(c.hidden, kv, bias=c.qkv_bias)
-        self.o = Linear(c.hidden, c.hidden, bias=False)
+        self.q = Linear(c.hidden, c.heads * D, bias=c.qkv_bias)
+        self.k = Linear(c.hidden, c.kv_heads * D, bias=c.qkv_bias)
+        self.v = Linear(c.hidden, c.kv_heads * D, bias=c.qkv_bias)
+        self.q_norm, self.k_norm = ((RMSNorm(D, c.eps), RMSNorm(D, c.eps)) if c.qk_norm else
+                                    (nn.Identity(), nn.Identity()))
+        self.o = Linear(c.heads * D, c.hidden, bias=False)
         self.gate = Linear(c.hidden, c.mlp, bias=False)
         self.up = Linear(c.hidden, c.mlp, bias=False)
         self.down = Linear(c.mlp, c.hidden, bias=False)
@@ -104,7 +107,7 @@ class Layer(nn.Module):
         """
         h = self.attn_norm(x)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, N, h*D) -> (B, h, N, D)
-        q, k, v = split(self.q(h[:, skip:])), split(self.k(h)), split(self.v(h))
+        q, k, v = self.q_norm(split(self.q(h[:, skip:]))), self.k_norm(split(self.k(h))), split(self.v(h))
         x = x[:, skip:] + self.o(attend(q, k, v).transpose(1, 2).flatten(2))
         h = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))

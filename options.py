@@ -28,6 +28,9 @@ def parse(argv=None) -> argparse.Namespace:
     add = p.add_argument_group("model").add_argument
     add("--model", metavar="DIR", default=str(HERE / "checkpoints" / "tiny"),
         help="model folder (default: the embedded one)")
+    add("--mask-token", metavar="TOKEN", help="how the mask is spelled, where the folder does not say: '<M>'")
+    add("--shift", action=argparse.BooleanOptionalAction,
+        help="the logits for a position stand one row early (default: as the family has it)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (auto: the GPU if there is one)")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
         help="auto: as stored, where that is fast")

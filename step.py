@@ -85,7 +85,7 @@ def layer_pass(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pa
 def finish(model: Transformer, x: Tensor, active: Tensor, rules: decoding.Rules, impl: str) -> Tensor:
     """What `decoding.choose` says of the active rows of x (B, W, hidden): (2 or 4, M) float64."""
     logits = model.logits(x.flatten(0, 1)[active])                                          # (M, V)
-    chosen = decoding.choose(logits, rules, model.config.mask_id, model.config.eos_id, impl)
+    chosen = decoding.choose(logits, rules, model.config.mask_id, model.config.eos_ids, impl)
     return torch.stack([t.double() for t in chosen])
 
 

@@ -29,16 +29,16 @@ OURS = Path(__file__).with_name("questions.jsonl")
 SHAPES = {
     "tiny": Config(
         layers=4, hidden=128, heads=2, kv_heads=2, mlp=256, vocab=2048, max_len=4096, theta=5e5, eps=1e-5,
-        mask_id=2047, eos_id=2046, qkv_bias=False, tied=False),
+        mask_id=2047, eos_ids=(2046,), qkv_bias=False, tied=False),
     "llada-110m": Config(
         layers=12, hidden=768, heads=12, kv_heads=12, mlp=2048, vocab=50368, max_len=4096, theta=5e5,
-        eps=1e-5, mask_id=50367, eos_id=50366, qkv_bias=False, tied=False),
+        eps=1e-5, mask_id=50367, eos_ids=(50366,), qkv_bias=False, tied=False),
     "llada-8b": Config(
         layers=32, hidden=4096, heads=32, kv_heads=32, mlp=12288, vocab=126464, max_len=4096, theta=5e5,
-        eps=1e-5, mask_id=126336, eos_id=126081, qkv_bias=False, tied=False),
+        eps=1e-5, mask_id=126336, eos_ids=(126081,), qkv_bias=False, tied=False),
     "dream-7b": Config(
         layers=28, hidden=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064, max_len=131072, theta=1e6,
-        eps=1e-6, mask_id=151666, eos_id=151643, qkv_bias=True, tied=False, shift=True),
+        eps=1e-6, mask_id=151666, eos_ids=(151643,), qkv_bias=True, tied=False, shift=True),
 }
 FEW_SHOT = {1: 0.30, 4: 0.75, 8: 0.85}      # examples: the prefix ratio that their choice aims at
 DOCUMENT = 0.95                             # the ratio at which the long document is cut
@@ -74,7 +74,7 @@ def random_model(config: Config, device, dtype, seed: int, compile: bool) -> Tra
 
 def encode(text: str, config: Config) -> list:
     """Ids of a text, the special ones never among them."""
-    room = min(config.mask_id, config.eos_id)
+    room = min(config.mask_id, *config.eos_ids)
     return [zlib.crc32(piece.encode()) % room for piece in re.findall(r" ?\w{1,4}| ?[^\w\s]|\s", text)]
 
 

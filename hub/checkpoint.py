@@ -1,92 +1,24 @@
-"""Model folders: config.json and safetensors files, as they come from the hub, read without `transformers`.
+"""Model folders: weights in safetensors files, as they come from the hub, read without `transformers`.
 
     model = load("checkpoints/tiny", device="cpu", dtype="auto")        # -> model.Transformer
-    config = read_config("checkpoints/tiny")                            # -> model.Config, no weights touched
 
-A model family is a row of the table FAMILIES, chosen by `model_type` alone: how config.json calls our fields,
-how the files call our parameters. Every tensor name and shape is checked; what is missing, left over or
-misshapen stands in one ValueError. Checked on the published configurations (tests/test_shapes.py) and small
-folders (test_loading.py).
+One file or shards. Every tensor name and shape is checked against the family's (families.py); what is
+missing, left over or misshapen stands in one ValueError. Checked on the published shapes
+(tests/test_shapes.py), on small folders (test_loading.py) and against transformers (test_reference.py).
 """
 import hashlib
 import json
-from dataclasses import dataclass
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from model import Config, Transformer
-
-
-@dataclass(frozen=True)
-class Family:
-    """A row of the table of model families: where a checkpoint of that family keeps what we need."""
-    keys: dict          # a field of `Config` -> its key in config.json
-    defaults: dict      # fields whose key may be absent
-    fixed: dict         # fields that config.json does not tell
-    layers: str         # what stands before a layer's tensors, {} for its number
-    names: dict         # a part of the model or of a layer -> its name in the files, less ".weight" or ".bias"
-
-
-FAMILIES = {
-    "llada": Family(
-        keys=dict(
-            layers="n_layers", hidden="d_model", heads="n_heads", kv_heads="n_kv_heads",
-            mlp="mlp_hidden_size", vocab="embedding_size", max_len="max_sequence_length",
-            theta="rope_theta", eps="rms_norm_eps", mask_id="mask_token_id", eos_id="eos_token_id",
-            qkv_bias="include_qkv_bias", tied="weight_tying"),
-        defaults=dict(eps=1e-5, theta=5e5, qkv_bias=False, tied=False),
-        fixed=dict(shift=False),
-        layers="model.transformer.blocks.{}.",
-        names=dict(
-            embed="model.transformer.wte", norm="model.transformer.ln_f", head="model.transformer.ff_out",
-            attn_norm="attn_norm", q="q_proj", k="k_proj", v="v_proj", o="attn_out",
-            mlp_norm="ff_norm", gate="ff_proj", up="up_proj", down="ff_out")),
-    "Dream": Family(
-        keys=dict(
-            layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads",
-            kv_heads="num_key_value_heads", mlp="intermediate_size", vocab="vocab_size",
-            max_len="max_position_embeddings", theta="rope_theta", eps="rms_norm_eps",
-            mask_id="mask_token_id", eos_id="eos_token_id", tied="tie_word_embeddings"),
-        defaults=dict(eps=1e-6, theta=1e6, tied=False),
-        fixed=dict(shift=True, qkv_bias=True),
-        layers="model.layers.{}.",
-        names=dict(
-            embed="model.embed_tokens", norm="model.norm", head="lm_head", attn_norm="input_layernorm",
-            q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
-            mlp_norm="post_attention_layernorm",
-            gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj")),
-}
-
-
-def read_config(folder) -> Config:
-    """The `Config` of a model folder. Raises ValueError for an unknown `model_type` or a missing key."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no model folder: it has no config.json")
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path} is not valid JSON ({e})") from e
-    kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{path} names model_type {kind!r}; known are {', '.join(FAMILIES)}")
-    family = FAMILIES[kind]
-    values = {field: raw.get(key, family.defaults.get(field)) for field, key in family.keys.items()}
-    values |= family.fixed
-    if values["vocab"] is None:
-        values["vocab"] = raw.get("vocab_size")         # LLaDA's embedding_size may be absent
-    if values["kv_heads"] is None:
-        values["kv_heads"] = values["heads"]
-    if missing := [family.keys[field] for field, value in values.items() if value is None]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
-    wrong = [f"{family.keys[field]} = {value!r}" for field, value in values.items()
-             if not isinstance(value, (int, float)) or value < 0]
-    if wrong:
-        raise ValueError(f"{path} has {', '.join(wrong)}; these must be numbers, or true or false")
-    return Config(**values)
+from files import BadInput
+from hub.families import FAMILIES, Family, hub_name, read_config, read_json
+from model import Transformer
 
 
 def checkpoint_names(model: Transformer, family: Family) -> dict[str, str]:
@@ -108,10 +40,10 @@ def _shards(folder: Path) -> list[Path]:
             names = set(json.loads(index.read_text())["weight_map"].values())
             files = [folder / name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{index} is no index of shards ({e!r}); download it again") from e
+            raise BadInput(f"{index} is no index of shards ({e!r}); download it again") from e
     absent = [f.name for f in files if not f.is_file()]
     if absent:
-        raise ValueError(f"{folder} lacks {', '.join(absent)}; download the folder again")
+        raise BadInput(f"{folder} lacks {', '.join(absent)}; download the folder again")
     return files
 
 
@@ -120,7 +52,7 @@ def _open(path: Path):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
-        raise ValueError(f"{path} cannot be read ({e}); download it again") from e
+        raise BadInput(f"{path} cannot be read ({e}); download it again") from e
 
 
 def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
@@ -129,10 +61,10 @@ def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
     if device.split(":")[0] not in ("cpu", "cuda") or device != "cpu" and not torch.cuda.is_available():
         found = "it not" if "cuda" not in device else "no GPU"
-        raise ValueError(f"device is {device} and torch finds {found} here; use cpu or auto")
+        raise BadInput(f"device is {device} and torch finds {found} here; use cpu or auto")
     device, names = torch.device(device), ("float32", "bfloat16", "float16")
     if dtype not in ("auto", *names, *(getattr(torch, name) for name in names)):
-        raise ValueError(f"dtype is {dtype}; it must be auto, {', '.join(names)}")
+        raise BadInput(f"dtype is {dtype}; it must be auto, {', '.join(names)}")
     if dtype == "auto":
         with _open(_shards(Path(folder))[0]) as f:
             stored = next((f.get_slice(key).get_dtype() for key in f.keys()), None)
@@ -142,8 +74,11 @@ def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def load(folder, device="cpu", dtype="float32") -> Transformer:
+def load(folder, device="cpu", dtype="float32", mask_id: int | None = None,
+         shift: bool | None = None) -> Transformer:
     """Read a model folder: config.json and model.safetensors, or shards with model.safetensors.index.json.
+
+    mask_id, shift: as in `read_config`. A stored output head is used, tied or not; a tied model may lack it.
 
     The model is built without storage, and each tensor is read, cast and moved by itself, so that the weights
     are never in memory twice; those that need no cast stay mapped and are read when first used. A bar on a
@@ -151,44 +86,21 @@ def load(folder, device="cpu", dtype="float32") -> Transformer:
     mis-shaped tensor in one message.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = read_config(folder, mask_id, shift)
     device, dtype = resolve(folder, device, dtype)
-    family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
+    family = FAMILIES[read_json(folder / "config.json")["model_type"]]
+    stored = _find_tensors(folder)
+    head, embed = (f"{family.names[part]}.weight" for part in ("head", "embed"))
+    if config.tied and head in stored:
+        if _equal(stored, head, embed):
+            del stored[head]
+        else:
+            warnings.warn(f"by its config.json the output head of {folder} is the embedding, but the files "
+                          f"hold another, {head}: that one is used", stacklevel=2)
+            config = replace(config, tied=False)
     with torch.device("meta"):
         model = Transformer(config)
-    names = checkpoint_names(model, family)
-    if config.tied:
-        del names["head.weight"]
-    ours = {theirs: name for name, theirs in names.items()}
-    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    state, wrong, left, shards = {}, [], [], _shards(folder)
-    # disable=None: no bar where stderr is no terminal
-    bar = tqdm(total=sum(path.stat().st_size for path in shards), desc=f"loading {folder.name}", unit="B",
-               unit_scale=True, leave=False, delay=1, disable=None)
-    for path in shards:
-        with _open(path) as f:
-            for key in f.keys():
-                name = ours.get(key)
-                if name is None:
-                    if not key.endswith("rotary_emb.inv_freq"):     # a buffer that some exports carry along
-                        left.append(key)
-                    continue
-                shape = tuple(f.get_slice(key).get_shape())
-                if shape != shapes[name]:
-                    wrong.append(f"{key} is {shape}, not {shapes[name]}")
-                    state[name] = None
-                    continue
-                state[name] = mapped = f.get_tensor(key)
-                if mapped.dtype != dtype or device.type != "cpu":
-                    with _open(path) as own:            # its mapping ends here, and with it the pages read
-                        state[name] = own.get_tensor(key).to(device, dtype)
-                bar.update(mapped.nbytes)
-    bar.close()
-    lacking = [theirs for name, theirs in names.items() if name not in state]
-    faults = [f"{what}: {', '.join(keys)}" for what, keys in
-              (("missing", lacking), ("left over", left), ("wrong shape", wrong)) if keys]
-    if faults:
-        raise ValueError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(faults))
+    state = _read_tensors(folder, stored, model, family, device, dtype)
     if config.tied:
         state["head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)
@@ -197,9 +109,61 @@ def load(folder, device="cpu", dtype="float32") -> Transformer:
     return model.eval().requires_grad_(False)
 
 
+def _find_tensors(folder: Path) -> dict[str, Path]:
+    """The tensors of a folder: name -> the file that holds it."""
+    found = {}
+    for path in _shards(folder):
+        with _open(path) as f:
+            found.update(dict.fromkeys(f.keys(), path))
+    return found
+
+
+def _equal(stored: dict, a: str, b: str) -> bool:
+    """Whether two tensors of a folder are the same to the bit. What is read is not kept."""
+    if b not in stored:
+        return False
+    with _open(stored[a]) as one, _open(stored[b]) as other:
+        x, y = one.get_tensor(a), other.get_tensor(b)
+        return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _read_tensors(folder: Path, stored: dict, model: Transformer, family: Family, device, dtype) -> dict:
+    """The state of `model` from the `stored` tensors; ValueError unless they are those that it wants."""
+    names = checkpoint_names(model, family)
+    if model.config.tied:
+        del names["head.weight"]
+    ours = {theirs: name for name, theirs in names.items()}
+    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    lacking = [theirs for theirs in ours if theirs not in stored]
+    buffer = "rotary_emb.inv_freq"                      # some exports carry it along
+    left = [key for key in stored if key not in ours and not key.endswith(buffer)]
+    state, wrong = {}, []
+    files = sorted(set(stored.values()))
+    # disable=None: no bar where stderr is no terminal
+    bar = tqdm(total=sum(path.stat().st_size for path in files), desc=f"loading {hub_name(folder)}", unit="B",
+               unit_scale=True, leave=False, delay=1, disable=None)
+    for path in files:
+        with _open(path) as f:
+            for key in (key for key, where in stored.items() if where == path and key in ours):
+                shape = tuple(f.get_slice(key).get_shape())
+                if shape != shapes[ours[key]]:
+                    wrong.append(f"{key} is {shape}, not {shapes[ours[key]]}")
+                    continue
+                state[ours[key]] = mapped = f.get_tensor(key)
+                if mapped.dtype != dtype or device.type != "cpu":
+                    with _open(path) as own:            # its mapping ends here, and with it the pages read
+                        state[ours[key]] = own.get_tensor(key).to(device, dtype)
+                bar.update(mapped.nbytes)
+    bar.close()
+    faults = [f"{what}: {', '.join(keys)}" for what, keys in
+              (("missing", lacking), ("left over", left), ("wrong shape", wrong)) if keys]
+    if faults:
+        raise BadInput(f"the tensors of {folder} do not fit its config.json; " + "; ".join(faults))
+    return state
+
+
 def fingerprint(folder) -> str:
-    """A short name for the model in a folder: a hash over config.json and 64 samples of 4 kB of each weight
-    file."""
+    """A short name for a model folder: a hash over config.json and 64 samples of 4 kB of each weight file."""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
     for path in _shards(Path(folder)):
         size = path.stat().st_size

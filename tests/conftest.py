@@ -18,7 +18,7 @@ def tiny(shift=False, layers=4, seed=0, vocab=96, scale=3.0, **kw) -> Transforme
     """A random model whose answers hang on every token: weights wide enough that the arg-max is decided by a margin."""
     torch.manual_seed(seed)
     settings = dict(layers=layers, hidden=48, heads=4, kv_heads=2 if shift else 4, mlp=64, vocab=vocab, max_len=512, theta=1e4,
-                    eps=1e-6, mask_id=vocab - 1, eos_id=vocab - 2, qkv_bias=shift, tied=False, shift=shift) | kw
+                    eps=1e-6, mask_id=vocab - 1, eos_ids=(vocab - 2,), qkv_bias=shift, tied=False, shift=shift) | kw
     model = Transformer(Config(**settings))
     for name, p in model.named_parameters():
         if p.ndim > 1:
@@ -58,7 +58,8 @@ def save_folder(folder, model, tokenizer=None):
 
     from safetensors.torch import save_file
 
-    from hub.checkpoint import FAMILIES, checkpoint_names, fingerprint
+    from hub.checkpoint import checkpoint_names, fingerprint
+    from hub.families import FAMILIES
     c, folder = model.config, Path(folder)
     folder.mkdir(exist_ok=True)
     family = FAMILIES["llada"]
@@ -85,5 +86,5 @@ def text_folder(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator([(ROOT / "tests" / "golden" / "README.md").read_text()], trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    model = tiny(vocab=tokenizer.get_vocab_size(), mask_id=0, eos_id=1)
+    model = tiny(vocab=tokenizer.get_vocab_size(), mask_id=0, eos_ids=(1,))
     return save_folder(tmp_path_factory.mktemp("model"), model, tokenizer)

@@ -212,7 +212,7 @@ def test_filters_act_at_the_temperature():
         full = lambda x: torch.full((M,), x)
         rules = decoding.Rules(sample=(full(temperature), rows, rows * 0, rows * 0), tempered=full(True),
                                nucleus=(full(top_p), full(top_k)))
-        token, logp = decoding.choose(logits.expand(M, 6), rules, mask_id=5, eos_id=4)
+        token, logp = decoding.choose(logits.expand(M, 6), rules, mask_id=5, eos_ids=(4,))
         p = (logits[:kept] / temperature).softmax(0)
         seen = token.bincount(minlength=6)
         assert seen[kept:].sum() == 0 and (kept == 1 or chi_square(seen[:kept], p) < 16.3)
@@ -225,14 +225,14 @@ def test_a_request_without_a_rule_is_left_alone(model):
     rules, whatever its neighbours ask."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)) * 3
     logits[:, 39] = 6.0                                             # MASK is the likeliest
-    calm = decoding.choose(logits, decoding.Rules(stats=True), mask_id=39, eos_id=38)
+    calm = decoding.choose(logits, decoding.Rules(stats=True), mask_id=39, eos_ids=(38,))
     per_row = lambda a, b, dtype=torch.float32: torch.tensor([a, b], dtype=dtype)
     zero = torch.zeros(2, dtype=torch.long)
     rules = decoding.Rules(
         sample=(per_row(0, 1.5), zero, zero, zero), tempered=per_row(True, True, torch.bool),
         nucleus=(per_row(1, 0.5), per_row(40, 7, torch.long)), no_eos=per_row(False, True, torch.bool),
         guide=(per_row(0, 2, torch.long), per_row(0, 3.0)), stats=True)
-    mixed = decoding.choose(torch.cat([logits, logits[:1]]), rules, mask_id=39, eos_id=38)
+    mixed = decoding.choose(torch.cat([logits, logits[:1]]), rules, mask_id=39, eos_ids=(38,))
     for before, after in zip(calm, mixed):
         assert before[0] == after[0]
     assert not torch.equal(calm[1][1], mixed[1][1])
@@ -272,7 +272,7 @@ def test_guidance_is_two_passes(model, cfg, how):
 def fond():
     """A model that likes to end: EOS and end-of-turn (id 7) are the choice of about every third row."""
     model = tiny(seed=5, scale=3.0)
-    for token in (model.config.eos_id, 7):
+    for token in (model.config.eos_ids[0], 7):
         model.head.weight[token] *= 2
     return model
 
@@ -283,7 +283,7 @@ def test_eos_and_eot_are_committed_last(fond, temperature):
     every temperature: the engine is the loop that ranks (ends last, then probability) over unchanged
     choices."""
     c, ids, G, steps = fond.config, prompt(8, seed=1), 24, 8
-    ends = torch.tensor([c.eos_id, 7])
+    ends = torch.tensor([*c.eos_ids, 7])
     tokenizer = SimpleNamespace(eos_ids={7}, decode=str)
     request = dict(gen_length=G, temperature=temperature, seed=4, stop_at_eos=False)
     once, = run(fond, Request(ids, steps=1, confidence_eos_eot_inf=True, **request), tokenizer=tokenizer)
@@ -309,7 +309,7 @@ def test_eos_and_eot_are_committed_last(fond, temperature):
 def test_logits_eos_inf(fond):
     """EOS is never chosen, drawn or not; greedy it is the loop whose EOS logit is -inf. Without the option
     EOS comes."""
-    eos, ids = fond.config.eos_id, prompt(8, seed=1)
+    eos, ids = fond.config.eos_ids[0], prompt(8, seed=1)
 
     def forward(canvas):
         logits = fond(canvas)

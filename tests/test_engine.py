@@ -193,7 +193,7 @@ def test_eos_counts_once_nothing_before_it_is_undecided(monkeypatch, model):
     """Symptom: the request ends at an EOS that was committed early although text before it is undecided, or
     the EOS is looked for in the prompt. The prompt is full of EOS here, and the EOS at place 5 is committed
     first."""
-    eos, G = model.config.eos_id, 9
+    eos, G = model.config.eos_ids[0], 9
     order = [5, 7, 0, 2, 1, 4, 3, 6, 8]         # of commitment; the answer is complete up to EOS after seven
     commit = Engine._commit
 

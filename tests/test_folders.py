@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from layouts import dream, llada
 
 import generate
-from hub.checkpoint import FAMILIES, checkpoint_names, load
+from hub.checkpoint import checkpoint_names, load
+from hub.families import FAMILIES
 from tokenizer import Tokenizer
 
 DOCUMENT = "Dana Reed sits in room 42 in Lisbon and reports to Omar Haddad, who sits in room 17 in Oslo."
@@ -26,14 +27,15 @@ def folder(request, tmp_path_factory):
     ones."""
     folder, family = tmp_path_factory.mktemp("folder") / request.param, FAMILIES[request.param]
     tokenizer = Tokenizer.from_folder({"llada": llada, "Dream": dream}[request.param](folder))
-    model = tiny(shift=request.param == "Dream", vocab=tokenizer.vocab_size + 5, scale=3.0, mask_id=tokenizer.mask_id,
-                 eos_id=tokenizer.special["<|endoftext|>"])
-    model.head.weight[tokenizer.vocab_size:] = 0                                # a padded id is never the likeliest
+    model = tiny(shift=request.param == "Dream", vocab=tokenizer.vocab_size + 5, scale=3.0,
+                 mask_id=tokenizer.mask_id, eos_ids=(tokenizer.special["<|endoftext|>"],))
+    model.head.weight[tokenizer.vocab_size:] = 0            # a padded id is never the likeliest
     (folder / "config.json").write_text(json.dumps({"model_type": request.param} | {
         theirs: getattr(model.config, ours) for ours, theirs in family.keys.items()}))
     weights = {theirs: model.state_dict()[ours] for ours, theirs in checkpoint_names(model, family).items()}
     names, index = list(weights), {}
-    for file, part in (("model-00001-of-00002.safetensors", names[::2]), ("model-00002-of-00002.safetensors", names[1::2])):
+    for number, part in ((1, names[::2]), (2, names[1::2])):
+        file = f"model-0000{number}-of-00002.safetensors"
         save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
@@ -42,8 +44,8 @@ def folder(request, tmp_path_factory):
 
 def ask(capsys, folder, *options):
     prompts = itertools.chain.from_iterable(("--prompt", q) for q in QUESTIONS)
-    code = generate.main(["--model", str(folder), "--prefix", DOCUMENT, *prompts, "--gen-length", "12", "--json",
-                          *map(str, options)])
+    code = generate.main(["--model", str(folder), "--prefix", DOCUMENT, *prompts, "--gen-length", "12",
+                          "--json", *map(str, options)])
     out, err = capsys.readouterr()
     assert code == 0 and not err
     return sorted(map(json.loads, out.splitlines()), key=lambda line: line["index"])
@@ -53,8 +55,9 @@ def test_text_in_text_out(folder, capsys):
     """Without a cache the answers are the plain loop's on the chat template's ids, cut at the end of text or
     turn."""
     tokenizer, model = Tokenizer.from_folder(folder), load(folder)
-    for line, question in zip(ask(capsys, folder, "--cache", "none", "--block-length", 4), QUESTIONS, strict=True):
-        ids, _ = tokenizer.chat([{"role": "system", "content": DOCUMENT}, {"role": "user", "content": question}])
+    lines = ask(capsys, folder, "--cache", "none", "--block-length", 4)
+    for line, question in zip(lines, QUESTIONS, strict=True):
+        ids, _ = tokenizer.render({"prefix": DOCUMENT, "prompt": question})
         tokens = list(itertools.takewhile(lambda t: t not in tokenizer.eos_ids, plain(model, ids, 12, 4)[0]))
         assert (line["tokens"], line["text"]) == (tokens, tokenizer.decode(tokens))
 
@@ -73,6 +76,6 @@ def test_the_second_question_is_a_hit(folder, capsys, window):
 
 def test_dreams_own_options(folder, capsys):
     """Dream's sampler from the command line, drawn, the same twice."""
-    how = ("--remasking", "entropy", "--eps", 1e-3, "--steps", 6, "--temperature", 0.2, "--top-p", 0.95, "--alg-temp", 0.1,
-           "--depth", 2, "--seed", 3)
+    how = ("--remasking", "entropy", "--eps", 1e-3, "--steps", 6, "--temperature", 0.2, "--top-p", 0.95,
+           "--alg-temp", 0.1, "--depth", 2, "--seed", 3)
     assert ask(capsys, folder, *how) == ask(capsys, folder, *how)

@@ -59,7 +59,7 @@ def test_stop_and_eos_the_first_one_counts(monkeypatch, model):
     """Symptom: an answer ends at a stop text behind its EOS, or before a gap is closed. Tokens spell a b c d
     e EOS g h i and come in an order of their own; whichever stands first ends the answer, once nothing before
     its end is open. Of two stop texts the earlier one cuts the text, whichever is named first."""
-    eos, order, commit = model.config.eos_id, [5, 7, 0, 2, 1, 4, 3, 6, 8], Engine._commit
+    eos, order, commit = model.config.eos_ids[0], [5, 7, 0, 2, 1, 4, 3, 6, 8], Engine._commit
 
     def planned(self, group, layout, depth, token, stats):
         """The engine's own commit, with the model's choice replaced by the plan."""

@@ -99,7 +99,7 @@ def test_a_blind_answer_knows_the_question_from_the_document_only(lang):
     for layers, late in ((LATE + 1, True), (LATE + 2, False)):          # seen in layer LATE, read in the one behind it
         torch.manual_seed(0)
         model = Transformer(Config(layers=layers, hidden=64, heads=2, kv_heads=2, mlp=64, vocab=lang.size, max_len=256, theta=1e4,
-                                   eps=1e-5, mask_id=0, eos_id=1, qkv_bias=False, tied=True)).requires_grad_(False)
+                                   eps=1e-5, mask_id=0, eos_ids=(1,), qkv_bias=False, tied=True)).requires_grad_(False)
         for low, high, same in ((blind | alone, blind | alone, True), (blind | alone, blind, late), (blind, blind | alone, False),
                                 (blind, blind, False), (alone, alone, False)):
             x = hidden(model, ids, (bias(low), bias(high)))[:, answer:]

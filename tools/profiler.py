@@ -290,7 +290,8 @@ def run(a) -> None:
     """Read, measure, write, print. ValueError says which option or input is wrong."""
     a.out = a.out or a.model / "depth.json"
     check(a)
-    model, tokenizer = load(a.model, a.device, getattr(torch, a.dtype)), Tokenizer.from_folder(a.model)
+    tokenizer = Tokenizer.from_folder(a.model, mask_token=a.mask_token)
+    model = load(a.model, a.device, getattr(torch, a.dtype), mask_id=tokenizer and tokenizer.mask_id)
     if tokenizer is None:
         raise BadInput(f"{a.model} has no tokenizer to read --text with")
     length, partial = a.length or min(512, model.config.max_len), a.out.with_name(a.out.name + ".partial")
@@ -330,6 +331,8 @@ def main():
            help="samples run together, at all ratios (%(default)s)")
     option("--out", type=Path, metavar="FILE", help="the table (DIR/depth.json)")
     option("--svg", type=Path, metavar="FILE", help="also draw the map")
+    option("--mask-token", metavar="TOKEN",
+           help="how the mask is spelled, where the folder does not say: '<M>'")
     option("--device", default="cpu", help="cpu (default) or cuda")
     option("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="%(default)s")
     option("--resume", action="store_true", help="go on from what an interrupted run left beside --out")

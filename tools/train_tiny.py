@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import staff  # noqa: E402
 from heads import start  # noqa: E402
-from hub.checkpoint import FAMILIES, checkpoint_names  # noqa: E402
+from hub.checkpoint import checkpoint_names  # noqa: E402
+from hub.families import FAMILIES  # noqa: E402
 from model import Config, Transformer, rotate  # noqa: E402
 from sequences import LATE, STATS, batch  # noqa: E402
 from staff import EOS, MASK, SPECIAL, Language  # noqa: E402
@@ -117,7 +118,7 @@ def train(args):
     torch.set_num_threads(1)
     lang = Language()
     model = Transformer(Config(layers=args.layers, hidden=args.width, heads=args.heads, kv_heads=args.heads, mlp=args.mlp,
-                               vocab=lang.size, max_len=1024, theta=args.theta, eps=1e-5, mask_id=MASK, eos_id=EOS,
+                               vocab=lang.size, max_len=1024, theta=args.theta, eps=1e-5, mask_id=MASK, eos_ids=(EOS,),
                                qkv_bias=False, tied=True))
     start(model, lang, args.seed)
     matrices = {n: p for n, p in model.named_parameters() if n.startswith("layers") and p.ndim == 2}
