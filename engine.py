@@ -40,7 +40,11 @@ WINDOWS = ("all", "rest", "block")
 
 
 class NotFinite(BadInput):
-    """The model gave NaN or infinity, and has written some into its pages."""
+    """The model gave NaN or infinity, and has written some into its pages; `index` names the request."""
+
+    def __init__(self, message: str, index: int):
+        super().__init__(message)
+        self.index = index
 
 
 class Engine:
@@ -294,7 +298,7 @@ class Engine:
         for run, rows in zip(group, finite):
             if not rows.all():
                 raise NotFinite(f"the model gave non-finite logits at step {run.forwards} of request "
-                                f"{run.index}; check its weights, or load it with dtype float32")
+                                f"{run.index}; check its weights, or load it with dtype float32", run.index)
 
     def _commit(self, group: list, layout: Layout, depth: int | None, token: Tensor, stats: list):
         """Put the best tokens into the canvases and move each request on: yields an `Event` for each."""
