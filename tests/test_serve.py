@@ -115,7 +115,8 @@ def test_what_the_api_does_not_have_is_refused_by_name(url):
     options = dict(model="tiny", messages=chat(0, 0), max_tokens=4, extra_body=FAST)
     plain = ask(**options).choices[0].message.content
     for name, value in dict(
-            frequency_penalty=0.5, logit_bias={"5": 1}, logprobs=True, response_format=dict(type="json_object"),
+            frequency_penalty=0.5, logit_bias={"5": 1}, logprobs=True,
+            response_format={"type": "json_object"},
             tools=[{"type": "function", "function": {"name": "f"}}]).items():
         with pytest.raises(openai.BadRequestError, match=name):
             ask(**options, **{name: value})
