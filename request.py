@@ -323,7 +323,7 @@ def _check_pace(r: Request, G: int) -> None:
         raise ValueError(f"factor is {r.factor}; it must be above 0 (small is careful) and finite")
     if r.entropy_bound is not None and not 0 <= r.entropy_bound < math.inf:
         raise ValueError(f"entropy_bound is {r.entropy_bound}; it must be at least 0 (careful) and finite")
-    if not isinstance(r.remasking, str) or r.remasking not in REMASKING:
+    if r.remasking not in REMASKING:
         raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
     kind, adaptive = REMASKING[r.remasking][0], paces and paces[0] != "steps"
     if adaptive and r.entropy_bound is None and kind != "probability":

@@ -57,7 +57,6 @@ GOOD = dict(prompt=[1, 2, 3], gen_length=8)
     (dict(temperature=math.inf), "temperature is inf"),
     (dict(temperature=math.nan), "temperature is nan"),
     (dict(remasking="best"), "remasking is 'best'; it must be one of low_confidence"),
-    (dict(remasking={}), "remasking is {}; it must be one of low_confidence"),
     (dict(alg_temp=0.5, threshold=0.5), "leave it at 0"),
     (dict(alg_temp=0.5, remasking="random"), "leave it at 0"),
     (dict(top_p=0), "top_p is 0"),
