@@ -184,7 +184,7 @@ class Service:
         ask = await asyncio.to_thread(read, raw, chat, tenant, self.model, seed)
         heard, decode = asyncio.Queue(), self.engine.tokenizer.decode
         jobs = [Job(r, i, heard, asyncio.get_running_loop()) for i, r in enumerate(ask.requests)]
-        texts = [Text(decode, r.gen_length, ask.stop) for r in ask.requests]
+        texts = [Text(decode, r.gen_length, r.stop) for r in ask.requests]
         self.runner.submit(jobs)
         try:
             yield dict(stream=ask.stream, usage=ask.usage)
@@ -201,13 +201,10 @@ class Service:
                     frame["canvas"] = dict(step=event.step, committed=committed)
                 if result:
                     left -= 1
-                    finish = "stop" if texts[i].stopped else FINISH[result.finish_reason]
                     once = i % ask.n == 0           # the choices of a prompt share it
-                    frame |= dict(finish=finish, usage=dict(
+                    frame |= dict(finish=FINISH[result.finish_reason], usage=dict(
                         prompt=len(ask.requests[i].prompt) * once, completion=len(result.tokens),
                         cached=result.prefix_tokens * result.hit * once))
-                elif texts[i].stopped:
-                    self.runner.cancel([jobs[i]])   # its last event brings the usage
                 if frame["text"] or result or "canvas" in frame:
                     yield frame
         finally:

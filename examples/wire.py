@@ -66,7 +66,6 @@ class Ask:
     their seed."""
     requests: list
     n: int
-    stop: list
     stream: bool
     usage: bool                 # a last chunk with the usage
     canvas: bool                # tell the places that each step has committed
@@ -131,11 +130,12 @@ def understand(body: dict, chat: bool, tenant: str, model: Model, seed: int) -> 
         how["threshold"] = model.defaults["threshold"]
     if "eps" not in how and "block_length" in model.defaults:
         how.setdefault("block_length", min(model.defaults["block_length"], length))
-    requests = [Request(ids, prefix_len=P, gen_length=length, seed=seed + i, salt=tenant, **how)
+    requests = [Request(ids, prefix_len=P, gen_length=length, seed=seed + i, salt=tenant,
+                        stop=tuple(stops), **how)
                 for ids, P in prompts for i in range(n)]
     for request in requests:
         model.check(request)
-    return Ask(requests, n, stops, stream, flag(options, "include_usage"), canvas)
+    return Ask(requests, n, stream, flag(options, "include_usage"), canvas)
 
 
 def flag(body: dict, name: str) -> bool:
@@ -171,7 +171,7 @@ def joined(message):
 
 
 class Text:
-    """What can be said of one answer so far: its tokens up to the first undecided one, up to a stop text.
+    """What can be said of one answer so far: its tokens up to the first undecided one.
 
     A diffusion model decides places in any order; what stands here only grows. Held back are the bytes of
     half a character and the beginning of what may become a stop text.
@@ -179,23 +179,18 @@ class Text:
 
     def __init__(self, decode, length: int, stops: list):
         self.decode, self.stops = decode, stops
-        self.tokens, self.known, self.text, self.stopped = [None] * length, 0, "", False
+        self.tokens, self.known, self.text = [None] * length, 0, ""
 
     def add(self, event) -> str:
-        """The text that an event adds. Sets `stopped` when the answer has come to a stop text: what follows
-        is not said."""
+        """The text that an event adds."""
         for place, token in event.committed:
             self.tokens[place] = token
         while self.known < len(self.tokens) and self.tokens[self.known] is not None:
             self.known += 1
-        if self.stopped:
-            return ""
-        text = self.decode(event.result.tokens if event.result else self.tokens[:self.known])
-        cuts = [at for at in map(text.find, self.stops) if at >= 0]
-        if cuts:
-            text, self.stopped = text[:min(cuts)], True
-        elif not event.result:
-            text = text.rstrip("\ufffd")
+        if event.result:
+            text = event.result.text                # up to a stop text, if it came to one
+        else:
+            text = self.decode(self.tokens[:self.known]).rstrip("\ufffd")
             text = text[:len(text) - max((overlap(text, s) for s in self.stops), default=0)]
         if not text.startswith(self.text):
             if event.result:
