@@ -5,9 +5,9 @@
     python generate.py --model DIR --requests chats.jsonl --json
 
 What is parsed is options.py; what is run and what is told of it stands here. The engine's events are all
-there is to a run: result lines (files.py), answers, table, live canvas and trace (terminal.py) listen to them,
-each an object with `event` and `end`. Bad input ends with exit code 2 and one sentence, a signal with 128 + its
-number; a traceback is a bug of ours. Checked: tests/test_generate.py.
+there is to a run: result lines (files.py), answers, table, live canvas and trace (terminal.py) listen to
+them, each an object with `event` and `end`. Bad input ends with exit code 2 and one sentence, a signal with
+128 + its number; a traceback is a bug of ours. Checked: tests/test_generate.py.
 """
 import os
 import signal
@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from files import BadInput, Chat, Lines, Results, read_json, say
-from options import files_read, given, parse, read_chats, refuse
+from options import files_read, given, parse, read_chats, read_conversation, refuse
 from terminal import Trace, Watch
 
 
@@ -28,6 +28,8 @@ from terminal import Trace, Watch
 
 def answer(args) -> None:
     """Everything between the command line and the exit code."""
+    if args.chat:
+        return converse(args)
     chats = read_chats(args)
     with Lines(args.output, files_read(args)) if args.output else nullcontext() as output:
         engine = load(args)
@@ -43,6 +45,15 @@ def answer(args) -> None:
         say(f"\n{engine.mode:8} {tally.work:12,.0f} token-layers  {seconds:6.2f} s")
         if tally.tokens is not None:
             compare(engine, requests, tally, seconds)
+
+
+def converse(args) -> None:
+    """--chat."""
+    import chat
+    document, options = read_conversation(args)
+    engine = load(args)
+    say(headline(args.model, engine))
+    chat.converse(engine, document, options, default_length(args.model))
 
 
 def load(args):

@@ -16,6 +16,7 @@ from pathlib import Path
 from files import BadInput, Chat, check_chat, read_lines, read_text
 
 HERE = Path(__file__).parent
+EMBEDDED = str(HERE / "checkpoints" / "tiny")
 NO_DRAW = ("nothing is drawn: a seed has an effect only with temperature, alg_temp, or remasking random or "
            "origin")
 
@@ -26,7 +27,7 @@ def parse(argv=None) -> argparse.Namespace:
         "masked diffusion language model, reusing the text's K/V.")
     p.error = refuse
     add = p.add_argument_group("model").add_argument
-    add("--model", metavar="DIR", default=str(HERE / "checkpoints" / "tiny"),
+    add("--model", metavar="DIR", default=EMBEDDED,
         help="model folder (default: the embedded one)")
     add("--mask-token", metavar="TOKEN", help="how the mask is spelled, where the folder does not say: '<M>'")
     add("--shift", action=argparse.BooleanOptionalAction,
@@ -44,6 +45,8 @@ def parse(argv=None) -> argparse.Namespace:
     add("--requests", metavar="FILE.jsonl|-", action=Once,
         help='a request a line: {"prefix": ..., "prompt": ...} or {"messages": [...]}; with "raw", "id", and '
              'what Request knows ("seed", "gen_length", ...), which goes before the options here')
+    add("--chat", action="store_true",
+        help="a conversation: questions are typed, or piped in, and each knows what was said before")
     add("--raw", action="store_true",
         help="prefix and prompt are one running text, whatever chat template there is")
     add("--template-var", dest="template_vars", metavar="NAME=VALUE", action=Variable,
@@ -166,8 +169,13 @@ def check_options(a: argparse.Namespace) -> None:
     for bad, why in (
             (a.requests and (a.prompt or a.prefix),
              "--requests brings its own prompts; leave out --prompt and --prefix"),
-            (a.prefix and not a.prompt, "--prefix needs at least one --prompt"),
             (a.n is not None and a.n < 1, f"--n is {a.n}; it must be at least 1"),
+            (a.prefix and not (a.prompt or a.chat), "--prefix needs at least one --prompt, or --chat"),
+            (a.chat and (a.prompt or a.requests or a.prefix == "-"),
+             "--chat asks what is typed; leave out --prompt and --requests, and - as --prefix"),
+            (a.chat and (a.json or a.output or a.watch or a.trace or a.compare or a.n),
+             "--chat prints a conversation, and /save keeps it; leave out --json, --output, --watch, "
+             "--trace and --compare"),
             (stdin > 1, f"standard input (-) is asked for {stdin} times, and can be read once"),
             (a.raw and not (a.prompt or a.requests), "--raw has an effect only with --prompt or --requests"),
             (a.raw and a.template_vars, "--template-var has an effect on chats; leave out --raw"),
@@ -225,6 +233,18 @@ def copies(chat: Chat, n: int) -> list[Chat]:
         for i, copy in enumerate(found):
             copy.options["seed"] = seed + i
     return found
+
+
+def read_conversation(a: argparse.Namespace) -> tuple[str | None, dict]:
+    """For --chat: the document, and the fields of each `Request`. The embedded model has a document of its
+    own."""
+    from request import Request
+    options = given(a, {f.name for f in fields(Request)} - {"prompt"})
+    if a.seed is not None and not draws(options):
+        refuse(f"there is a --seed, and {NO_DRAW}")
+    if a.prefix:
+        return text(a.prefix), options
+    return read_text(HERE / "examples" / "staff.txt").strip() if a.model == EMBEDDED else None, options
 
 
 def requests_file(path: str, names: set) -> list[Chat]:

@@ -53,13 +53,15 @@ class Watch:
         self.drawn = len(running)
 
     def line(self, index: int, columns: int) -> str:
+        return cut(f"{index + 1:4}  {self.text(index)}", columns)
+
+    def text(self, index: int) -> str:
         """Neighbours are decoded together: alone, the bytes of one letter are none."""
         parts = []
         for decided, group in groupby(self.running[index], lambda token: token is not None):
             tokens = list(group)
             parts.append(self.decode(tokens) if decided else self.shade * len(tokens))
-        text = "".join(c for c in " ".join("".join(parts).split()) if unicodedata.category(c) != "Cc")
-        return cut(f"{index + 1:4}  {text}", columns)
+        return "".join(c for c in " ".join("".join(parts).split()) if unicodedata.category(c) != "Cc")
 
     def end(self) -> None:
         print()
