@@ -20,7 +20,8 @@ import depth as depths
 from cache import PAGE, Cache, Entry, Repeats, count_pages
 from files import BadInput
 from model import Transformer
-from request import Request, Running, Waiting
+from request import Request
+from running import Running, Waiting
 from step import Pass
 
 
@@ -175,10 +176,12 @@ class Admission:
         """Give a canvas its pages, for which there is room, and encode its prefix if that is to be stored
         and is not."""
         r, P, L = waiting.request, waiting.prefix_len, self.model.config.layers
-        own = len(prompt) - P
-        suffix = torch.full((own + r.gen_length,), self.model.config.mask_id)               # (S,)
-        suffix[:own] = torch.tensor(prompt[P:])
-        blocks = decoding.plan_blocks(r)
+        mask_id = self.model.config.mask_id
+        canvas = torch.tensor(r.canvas or [mask_id] * r.gen_length)                         # (G,)
+        masked = canvas == mask_id          # the one place where the ids say so; from here on this does
+        given = (~masked).nonzero()
+        suffix = torch.cat([torch.tensor(prompt[P:]), canvas])                              # (S,)
+        blocks = decoding.plan_blocks(r, masked)
         new = plan.store and entry is None
         if new:
             entry = self.cache.allocate(prompt[:P], r.salt)
@@ -191,7 +194,8 @@ class Admission:
                 self.cache.discard(entry)
                 raise
         return Running(waiting.index, r, prompt, lease, P, plan.depth, hit=plan.depth > 0 and not new,
-                       suffix=suffix, masked=torch.ones(r.gen_length, dtype=torch.bool), blocks=blocks,
+                       suffix=suffix, masked=masked, blocks=blocks,
+                       free_from=int(given[-1]) + 1 if len(given) else 0,
                        encode_token_layers=(L - 0.5) * P if new else 0)
 
     def _encode(self, entry: Entry) -> None:

@@ -35,23 +35,26 @@ class Share(NamedTuple):
 
 @dataclass
 class Block:
-    """Places [lo, hi) of the generated region, decided together, a `Share` for each step still to come."""
+    """The `size` open ones of the places [lo, hi) behind the prompt, decided together: a `Share` for each
+    step still to come."""
     lo: int
     hi: int
+    size: int
     shares: deque
 
 
-def plan_blocks(r: Request) -> deque:
-    """The blocks of a request, in order; the last may be shorter.
+def plan_blocks(r: Request, masked: Tensor) -> deque:
+    """The blocks of a request over the open places of masked (G,), from left to right; the last may be
+    shorter.
 
     With steps: even shares, the remainder on the first steps (LLaDA), or Dream's schedule. Without: at least
     one token a step. A step that would commit nothing is left out: it would change nothing.
     """
-    G, block = r.gen_length, r.block_length or r.gen_length
-    spans = [(lo, min(lo + block, G)) for lo in range(0, G, block)]
+    places = masked.nonzero()[:, 0]
+    spans = places.split(r.block_length or len(places))
     blocks = deque()
-    for lo, hi in spans:
-        size = hi - lo
+    for span in spans:
+        size = len(span)
         steps = size if r.steps is None else min(r.steps // len(spans), size)
         if r.eps is not None:
             shares = _dream_shares(size, steps, r)
@@ -59,7 +62,7 @@ def plan_blocks(r: Request) -> deque:
             shares = [Share(size // steps + (i < size % steps)) for i in range(steps)]
         else:
             shares = [_parallel(r)] * size
-        blocks.append(Block(lo, hi, deque(shares)))
+        blocks.append(Block(int(span[0]), int(span[-1]) + 1, size, deque(shares)))
     return blocks
 
 

@@ -32,7 +32,8 @@ from cache import PAGE, Cache, count_pages
 from files import BadInput, enough_memory, ran_out
 from hub.checkpoint import fingerprint, load
 from model import Transformer
-from request import Event, Request, Result, Running, Stream, Waiting, check, whole
+from request import Event, Request, Result, check, whole
+from running import Running, Stream, Waiting
 from step import Layout, Step, bucket, lay_out
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
@@ -245,8 +246,7 @@ class Engine:
         return [(depth, group) for (depth, _), group in groups.items()]
 
     def _finish(self, stream: Stream):
-        """Let those go that have nothing more to do. Yields the event of one that was cancelled on its
-        way."""
+        """Let those go that are done. Yields the event of one that was cancelled on its way."""
         for run in [run for run in stream.running if not run.blocks]:
             stream.running.remove(run)
             self.admission.close(run)

@@ -23,7 +23,8 @@ import depth as depths
 from cache import PAGE, Cache, Entry, count_pages
 from files import BadInput
 from model import Transformer, rotate
-from request import Running, whole
+from request import whole
+from running import Running
 
 # The part of all token-layers that may go into measuring, half of it into the first look at a prefix, half
 # into further ones.

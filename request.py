@@ -1,6 +1,7 @@
-"""A request from its coming to its end: `Request`, its `check`, `Running`, and what comes out of it.
+"""What is asked and what is told: `Request` and its `check`, `Event` and `Result`.
 
     Request(prompt=[...ids...], prefix_len=40, gen_length=32, block_length=8, threshold=0.9)
+    Request(prompt=[...ids...], canvas=[17, MASK, MASK, 5, MASK, 9])
 
 A request that passes `check` can be decoded by any model of that vocabulary and length; whether the cache has
 room for it is the engine's question. Every refusal is a ValueError that names the value, the limit and the
@@ -8,14 +9,8 @@ remedy (tests/test_errors.py).
 """
 import math
 import operator
-from bisect import bisect_left
-from collections import deque
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from cache import Lease
 from model import Config
 
 # name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream as it was drawn.
@@ -50,10 +45,15 @@ class Request:
 
     stop: texts that end the answer; the engine must have a tokenizer. As with EOS, nothing before the end of
     one may be undecided. Special tokens have no text and are found by none.
+
+    canvas: what stands behind the prompt, the mask id where it is open; it takes the place of gen_length.
+    What is given is never changed, and is seen by all that is open. Blocks count open places, from left to
+    right. EOS ends the request only behind all that is given.
     """
     prompt: list                # token ids: any sequence of ints, made a list when the request is checked
     prefix_len: int | None = None
-    gen_length: int = 128
+    gen_length: int = 128       # with a canvas, its length from the check on
+    canvas: list | None = None
     steps: int | None = None
     block_length: int | None = None
     threshold: float | None = None
@@ -91,7 +91,7 @@ class Result:
     was less than the table's threshold, or, in a small cache, the pages did not suffice to share less than
     the table says.
     """
-    tokens: list                # in front of EOS, or the fewest from the first on that spell a stop text
+    tokens: list             # in front of EOS, or the fewest from the first on that spell a stop text, or all
     finish_reason: str          # "eos", "stop", "length" or "cancelled"
     forwards: int
     refreshes: int
@@ -128,108 +128,6 @@ class Event:
     result: Result | None = None
 
 
-@dataclass(eq=False)
-class Running:
-    """A request on its way: its canvas behind the prefix, and where it stands."""
-    index: int
-    request: Request
-    prompt: list
-    lease: Lease | None
-    prefix_len: int
-    depth: int
-    hit: bool
-    suffix: Tensor                          # (S,) ids, MASK where undecided
-    masked: Tensor                      # (G,) bool: undecided. Never read off the ids: a prompt may hold MASK
-    blocks: deque                           # of decoding.Block, the present one first
-    encode_token_layers: float
-    token_layers: float = 0
-    measure_token_layers: float = 0
-    table_depth: int = 0                    # what the table allows: depth is less where the guard lowered it
-    forwards: int = 0
-    refreshes: int = 0
-    cancelled: bool = False
-    shadow: "Running | None" = None         # for guidance: the same answer behind an all-mask prompt
-
-    @property
-    def own(self) -> int:
-        """U: prompt tokens outside the prefix."""
-        return len(self.suffix) - len(self.masked)
-
-    @property
-    def total(self) -> int:
-        """T: tokens of the canvas."""
-        return self.prefix_len + len(self.suffix)
-
-    @property
-    def fresh(self) -> bool:
-        """The next step is the first of its block."""
-        return bool(self.masked[self.blocks[0].lo:self.blocks[0].hi].all())
-
-    def window(self, kind: str, shift: int) -> tuple[int, int]:
-        """Rows [lo, hi) of the suffix to compute: all at a block's first step, then what the window is.
-
-        Dream's logits for a position stand one row earlier (shift 1), so its windows start there.
-        """
-        lo, hi = self.blocks[0].lo, self.blocks[0].hi
-        if kind == "all" or self.fresh:
-            return 0, len(self.suffix)
-        return self.own + lo - shift, len(self.suffix) if kind == "rest" else self.own + hi
-
-    def result(self, eos_ids: set, decode=None) -> Result | None:
-        """The result, or None while there is more to do. EOS and stop texts count where nothing before their
-        end is undecided. decode: tokens -> text, of the tokenizer if there is one."""
-        tokens, known = self.suffix[self.own:], int((self.masked.cumsum(0) == 0).sum())
-        end, reason = len(tokens), "length"
-        if self.cancelled:
-            end, reason = known, "cancelled"
-        else:
-            eos = torch.isin(tokens[:known], torch.tensor(sorted(eos_ids))).nonzero()
-            if self.request.stop_at_eos and len(eos):
-                end, reason = int(eos[0]), "eos"
-            if spelled := _spelling(tokens[:min(known, end)].tolist(), self.request.stop, decode):
-                end, reason = spelled, "stop"
-            if reason != "length":
-                self.blocks.clear()
-        if self.blocks:
-            return None
-        tokens = tokens[:end].tolist()
-        return Result(tokens, reason, self.forwards, self.refreshes, self.prefix_len, self.depth, self.hit,
-                      self.token_layers, self.encode_token_layers, self.table_depth, [],
-                      self.measure_token_layers, _before(decode(tokens), self.request.stop) if decode else "")
-
-
-def _spelling(tokens: list, stop: tuple, decode) -> int | None:
-    """How many leading tokens it takes to spell one of the stop texts; None if all together do not."""
-    def spells(n):
-        return any(text in decode(tokens[:n]) for text in stop)
-    if stop and spells(len(tokens)):
-        return bisect_left(range(len(tokens)), True, key=spells)
-    return None
-
-
-def _before(text: str, stop: tuple) -> str:
-    """`text` up to the first of the stop texts in it."""
-    places = [text.find(s) for s in stop if s in text]
-    return text[:min(places, default=len(text))]
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that has not begun. request: None once it is cancelled. prefix_len: P once looked up."""
-    index: int
-    request: Request | None
-    prefix_len: int | None = None
-
-
-@dataclass(eq=False)
-class Stream:
-    """The requests of one call of `stream`: those that wait, those still to come, those that run."""
-    waiting: deque
-    source: object = iter(())
-    running: list = field(default_factory=list)
-    arrived: int = 0
-
-
 def whole(name: str, value) -> int:
     """`value` as an int; ValueError for True, 2.0 and "2"."""
     try:
@@ -241,24 +139,21 @@ def whole(name: str, value) -> int:
 
 
 def check(r: Request, config: Config, spells: bool) -> None:
-    """ValueError (value, limit, remedy) unless a model of this config can decode the request. Its prompt
-    becomes a list of ints. spells: there is a tokenizer."""
+    """ValueError (value, limit, remedy) unless a model of this config can decode the request. Its prompt and
+    canvas become lists of ints. spells: there is a tokenizer."""
     if not isinstance(r, Request):
         raise ValueError(f"{r!r} is no Request")
-    try:
-        ids = [whole("a token of the prompt", t) for t in ([] if isinstance(r.prompt, str) else r.prompt)]
-    except TypeError:
-        raise ValueError(f"the prompt is {r.prompt!r}; it must be a list of token ids") from None
+    ids = _token_ids("prompt", r.prompt, config.vocab)
     _check_types(r)
-    n, G = len(ids), r.gen_length
-    if not n:
+    if not ids:
         raise ValueError("the prompt is empty; give at least one token id")
-    if bad := [t for t in ids if not 0 <= t < config.vocab]:
-        raise ValueError(f"the prompt holds token id {bad[0]}; ids run from 0 to {config.vocab - 1}")
+    canvas = None if r.canvas is None else _check_canvas(r, config)
+    n, G = len(ids), r.gen_length if canvas is None else len(canvas)
     if G < 1:
         raise ValueError(f"gen_length is {G}; it must be at least 1")
     if n + G > config.max_len:
-        raise ValueError(f"prompt ({n}) and gen_length ({G}) make {n + G} tokens and the model takes "
+        behind = "gen_length" if canvas is None else "canvas"
+        raise ValueError(f"prompt ({n}) and {behind} ({G}) make {n + G} tokens and the model takes "
                          f"{config.max_len}; shorten one")
     if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
         raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at "
@@ -266,8 +161,35 @@ def check(r: Request, config: Config, spells: bool) -> None:
     if r.stop and not spells:
         raise ValueError(f"stop is {r.stop!r}; the engine has no tokenizer to find texts with: give it one")
     _check_choice(r, config.vocab)
-    _check_pace(r, G)
-    r.prompt, r.stop = ids, tuple(r.stop)
+    if canvas is None:
+        _check_pace(r, G, f"gen_length ({G})")
+    else:
+        places = canvas.count(config.mask_id)
+        _check_pace(r, places, f"the number of open places ({places})")
+    r.prompt, r.canvas, r.gen_length, r.stop = ids, canvas, G, tuple(r.stop)
+
+
+def _token_ids(name: str, ids, vocab: int) -> list[int]:
+    """`ids` as a list of ints; ValueError unless they are token ids."""
+    try:
+        ids = [whole(f"a token of the {name}", t) for t in ([] if isinstance(ids, str) else ids)]
+    except TypeError:
+        raise ValueError(f"the {name} is {ids!r}; it must be a list of token ids") from None
+    if bad := [t for t in ids if not 0 <= t < vocab]:
+        raise ValueError(f"the {name} holds token id {bad[0]}; ids run from 0 to {vocab - 1}")
+    return ids
+
+
+def _check_canvas(r: Request, config: Config) -> list[int]:
+    """The canvas as a list of ints; ValueError unless there is something to do in it."""
+    canvas = _token_ids("canvas", r.canvas, config.vocab)
+    if config.mask_id not in canvas:
+        raise ValueError(f"the canvas has no open place; put the mask id ({config.mask_id}) where one is")
+    if r.gen_length not in (Request.gen_length, len(canvas)):
+        raise ValueError(f"gen_length is {r.gen_length} and the canvas has {len(canvas)} places; give one")
+    if r.stop:
+        raise ValueError(f"stop is {r.stop!r}; a canvas ends where it ends: leave one out")
+    return canvas
 
 
 def _check_types(r: Request) -> None:
@@ -304,11 +226,11 @@ def _check_choice(r: Request, vocab: int) -> None:
         raise ValueError(f"top_k is {r.top_k}; it must be from 1 to the vocabulary's size ({vocab})")
 
 
-def _check_pace(r: Request, G: int) -> None:
-    """ValueError unless it is clear which rows a step commits, of G in all."""
+def _check_pace(r: Request, G: int, places: str) -> None:
+    """ValueError unless it is clear which rows a step commits, of G in all, which are called `places`."""
     block = G if r.block_length is None else r.block_length
     if not 1 <= block <= G:
-        raise ValueError(f"block_length is {block}; it must be from 1 to gen_length ({G})")
+        raise ValueError(f"block_length is {block}; it must be from 1 to {places}")
     blocks = -(-G // block)
     paces = [name for name in PACES if getattr(r, name) is not None]
     if len(paces) > 1:
@@ -316,7 +238,7 @@ def _check_pace(r: Request, G: int) -> None:
         raise ValueError(f"{given} exclude each other; give one")
     if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
         raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), "
-                         f"from {blocks} to gen_length ({G}), so that each step commits a token")
+                         f"from {blocks} to {places}, so that each step commits a token")
     if r.threshold is not None and not 0 < r.threshold <= 1:
         raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
     if r.factor is not None and not 0 < r.factor < math.inf:

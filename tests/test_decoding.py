@@ -156,7 +156,8 @@ def test_dream_schedule():
             n = masks if i == steps - 1 else int(torch.tensor(float(masks)) * (1 - t[i + 1] / t[i]))
             masks -= n
             expected += [n] if n else []
-        block, = decoding.plan_blocks(Request([1], gen_length=G, steps=steps, eps=eps, remasking="entropy"))
+        request = Request([1], gen_length=G, steps=steps, eps=eps, remasking="entropy")
+        block, = decoding.plan_blocks(request, torch.ones(G, dtype=torch.bool))
         assert [share.count for share in block.shares] == expected and sum(expected) == G
 
 
