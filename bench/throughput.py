@@ -1,8 +1,10 @@
-"""How fast the modes are, side by side: none, intra, fast, bicache, and bicache with a block window.
+r"""How fast the modes are, side by side: none, intra, fast, bicache, and bicache with a block window.
 
     python bench/throughput.py                          # llada-110m, float32; --workloads, --modes take parts
     python bench/throughput.py --quick                  # a tiny model, under a minute
     python bench/throughput.py --sweep --svg cost.svg   # time of a pass against its token-layers
+    python bench/throughput.py --shape qwen3-0.6b --dtype bfloat16 --workloads document --document 1000 \
+        --gen-length 128 --block-length 32 --modes fast,bicache+block --pace 4      # a real size, one table
 
 Weights are random and seeded: they cost what real ones cost, and nothing is downloaded. Their confidence
 means nothing, so a threshold cannot be run; a fixed schedule of 3 tokens a step stands in for one. `fast` is
@@ -17,6 +19,7 @@ tokens differ that must be equal (float32).
 import argparse
 import json
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -36,7 +39,7 @@ from bench.workloads import (MODES, NAMES, OURS, SHAPES, Workload, build, make_e
 from engine import Engine  # noqa: E402
 
 FLOORS = {"floor": "none", "floor+block": "fast"}       # whose engine runs it, without the prefix
-SCHEDULES = {"fixed": 1, "3 a step": 3}                 # tokens a step
+CHECKED = "3 a step"                                    # the schedule under which tokens are compared
 
 
 @dataclass
@@ -63,7 +66,7 @@ def floor_of(mode: str) -> str:
 def measure(engines: dict, w: Workload, schedule: str, args) -> list:
     """A row for each mode, and for each floor that one of them is held against."""
     modes = args.modes + [floor for floor in FLOORS if floor in map(floor_of, args.modes)]
-    batch = {m: make_requests(w, args.block_length, SCHEDULES[schedule], m not in FLOORS) for m in modes}
+    batch = {m: make_requests(w, args.block_length, args.schedules[schedule], m not in FLOORS) for m in modes}
     go = lambda m, requests: run(engines[FLOORS.get(m, m)], requests, args.clock)
     brief = lambda r: replace(r, gen_length=args.block_length, steps=1)
     # Encodes the prefix; where steps are compiled, a whole run makes all its graphs.
@@ -116,7 +119,7 @@ def encoding_cost(engine: Engine, w: Workload, args) -> tuple[float, float]:
 def compare_plain(engine: Engine, w: Workload, args) -> dict:
     """`none` against the plain loops, taking turns: {loop: (median seconds, median of none's time over its
     time)}."""
-    request, times = make_requests(w, args.block_length, SCHEDULES["3 a step"])[0], defaultdict(list)
+    request, times = make_requests(w, args.block_length, args.schedules[CHECKED])[0], defaultdict(list)
     rivals = {"none": lambda: engine.generate([request]),
               "plain loop": lambda: plain_loop(engine.model, request, True),
               "plain loop, only the logits needed": lambda: plain_loop(engine.model, request, False)}
@@ -130,7 +133,7 @@ def compare_plain(engine: Engine, w: Workload, args) -> dict:
 
 def check(engines: dict, model, w: Workload, rows: list, args) -> dict:
     """{claim of equal tokens: whether it holds}. The first request of a workload answers for the others."""
-    request = make_requests(w, args.block_length, SCHEDULES[rows[0]["schedule"]])[0]
+    request = make_requests(w, args.block_length, args.schedules[rows[0]["schedule"]])[0]
     neighbour = replace(request, prompt=w.own[0][::-1], prefix_len=0)
     tokens = {row["mode"]: row["tokens"][0] for row in rows}
 
@@ -188,9 +191,12 @@ def parse() -> argparse.Namespace:
         help='lines of {"question": ..., "answer": ...}, as GSM8K has them (our own)')
     add("--workloads", default=",".join(NAMES),
         help=f"which prefixes, separated by commas ({','.join(NAMES)})")
+    add("--document", type=int, metavar="N", help="tokens of the document (as many as make r = 0.95)")
     add("--gen-length", type=int, default=32, metavar="N", help="tokens to generate (32)")
     add("--block-length", type=int, default=8, metavar="N",
         help="tokens of a block; gen-length is a multiple of it (8)")
+    add("--pace", default="1,3", metavar="N,N",
+        help="tokens a step, one table each; tokens are compared, and the plain loops timed, at 3 (1,3)")
     add("--batch", type=int, default=1, metavar="B", help="requests at once, all on one prefix (1)")
     add("--refresh", type=int, default=16, metavar="R", help="steps from one refresh to the next (16)")
     add = parser.add_argument_group("measuring").add_argument
@@ -221,10 +227,14 @@ def parse() -> argparse.Namespace:
     args.cell_seconds = (2 if args.quick else 60) if args.cell_seconds is None else args.cell_seconds
     if unknown := [m for m in args.modes if m not in MODES]:
         fail(f"--modes names {unknown[0]!r}; known are {', '.join(MODES)}")
-    args.workloads = args.workloads.split(",")
+    args.workloads, paces = args.workloads.split(","), args.pace.split(",")
+    if bad := [n for n in paces if not n.isdecimal() or not 1 <= int(n) <= args.block_length]:
+        fail(f"--pace has {bad[0]!r}; it must be numbers from 1 to --block-length ({args.block_length})")
+    args.schedules = {"fixed" if int(n) == 1 else f"{int(n)} a step": int(n) for n in paces}
     if unknown := [w for w in args.workloads if w not in NAMES]:
         fail(f"--workloads names {unknown[0]!r}; known are {', '.join(NAMES)}")
-    for name in ("gen_length", "block_length", "batch", "refresh", "repeats", "cell_seconds", "threads"):
+    for name in ("document", "gen_length", "block_length", "batch", "refresh", "repeats", "cell_seconds",
+                 "threads"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be positive")
     if args.gen_length % args.block_length:
@@ -245,7 +255,8 @@ def main():
     try:
         pairs = read_questions(args.questions)
         workloads = build(pairs, SHAPES[args.shape], args.batch, args.gen_length)
-        workloads = [w for w in workloads if w.name in args.workloads]
+        workloads = [replace(w, prefix=w.prefix[:args.document]) if w.name == "document" else w
+                     for w in workloads if w.name in args.workloads]
         shape, dtype = SHAPES[args.shape], getattr(torch, args.dtype)
         model = random_model(shape, args.device, dtype, args.seed, args.compile)
     except (ValueError, RuntimeError, AssertionError) as e:         # the latter two: torch, of a lost device
@@ -258,19 +269,19 @@ def main():
             draw(points, args.svg)
         print(json.dumps(dict(env=env, points=points)))
         return
-    print("random weights: their confidence means nothing, so a fixed schedule of 3 tokens a step stands in "
-          "for a threshold")
+    print("random weights: their confidence means nothing, so a fixed number of tokens a step stands in for "
+          "a threshold")
     engines = {m: make_engine(model, workloads, args, **MODES[m]) for m in {*args.modes, *FLOORS.values()}}
     rows, encoding, plain, claims = [], {}, {}, {}
     checked = next((w for w in workloads if w.name == "4-shot"), workloads[0])
     for w in workloads:
-        for schedule in SCHEDULES:
+        for schedule in args.schedules:
             rows += (new := measure(engines, w, schedule, args))
             deepest = max(r["depth"] for r in new)
             print(f"\n{w.name}, {schedule}: prefix {len(w.prefix)}, own prompt {len(w.own[0])}, "
                   f"r {w.ratio:.2f}, depth {deepest} of {model.config.layers}")
             print_rows(new)
-            if w is checked and schedule == "3 a step":
+            if w is checked and schedule == CHECKED:
                 claims = check(engines, model, w, new, args)
                 plain = compare_plain(engines["none"], w, args) if "none" in args.modes else {}
         if sharing := [m for m in args.modes if "bicache" in m]:
@@ -285,6 +296,8 @@ def main():
         print(f"equal tokens: {claim}: {'yes' if holds else 'NO'}")
     for r in rows:
         del r["tokens"]
+    env["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(f"peak memory of the process: {env['peak_mb']:,} MB")
     print(json.dumps(dict(env=env, rows=rows, encoding=encoding, plain=plain, equal=claims)))
     sys.exit(args.dtype == "float32" and not all(claims.values()))
 

@@ -1,5 +1,5 @@
-"""What the bench runs: models of random weights in the layouts of LLaDA and Dream, requests that share a
-prefix, engines, and the plain loop that they are held against.
+"""What the bench runs: models of random weights in the layouts of LLaDA, Dream and Qwen, requests that share
+a prefix, engines, and the plain loop that they are held against.
 
 No network and no model files. There is no tokenizer either: a text is cut into pieces of up to four letters,
 about as many as a byte-level BPE makes of English, and each is hashed into the vocabulary. The same text
@@ -39,6 +39,12 @@ SHAPES = {
     "dream-7b": Config(
         layers=28, hidden=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064, max_len=131072, theta=1e6,
         eps=1e-6, mask_id=151666, eos_ids=(151643,), qkv_bias=True, tied=False, shift=True),
+    "qwen3-0.6b": Config(
+        layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, mlp=3072, vocab=151936, max_len=40960,
+        theta=1e6, eps=1e-6, mask_id=151669, eos_ids=(151645,), qkv_bias=False, qk_norm=True, tied=True),
+    "coder-0.5b": Config(
+        layers=24, hidden=896, heads=14, kv_heads=2, mlp=4864, vocab=151936, max_len=32768, theta=1e6,
+        eps=1e-6, mask_id=151665, eos_ids=(151645,), qkv_bias=True, tied=True),
 }
 FEW_SHOT = {1: 0.30, 4: 0.75, 8: 0.85}      # examples: the prefix ratio that their choice aims at
 DOCUMENT = 0.95                             # the ratio at which the long document is cut

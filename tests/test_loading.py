@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, tiny
 from safetensors.torch import save_file
 
+from depth import find_table
 from hub import checkpoint
 from hub.checkpoint import checkpoint_names, load
 from hub.families import FAMILIES
@@ -140,3 +141,67 @@ def test_broken_shards_in_one_sentence(tmp_path, dtype):
         (folder / "model.safetensors.index.json").write_text(text)
         with pytest.raises(ValueError, match="model.safetensors.index.json is no index of shards"):
             load(folder, dtype=dtype)
+
+
+def save_qwen(folder: Path, model: Transformer, head=None, shards=2) -> Path:
+    """An A2D folder in shards, with this output head stored, or none."""
+    family, names = FAMILIES["a2d-qwen3"], checkpoint_names(model, FAMILIES["a2d-qwen3"])
+    weights = {names[ours]: p.contiguous() for ours, p in model.state_dict().items() if ours != "head.weight"}
+    if head is not None:
+        weights["lm_head.weight"] = head.contiguous()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "a2d-qwen3"} | {
+        key: getattr(model.config, field) for field, key in family.keys.items()}))
+    where = {}
+    for i in range(shards):
+        part = sorted(weights)[i::shards]
+        save_file({name: weights[name] for name in part}, folder / f"part-{i}.safetensors")
+        where |= dict.fromkeys(part, f"part-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def qwen(tied: bool) -> Transformer:
+    return tiny(qk_norm=True, kv_heads=2, head_dim=20, tied=tied)
+
+
+def test_a_head_stored_all_the_same(tmp_path, recwarn):
+    """Symptom: Qwen2.5-Coder-0.5B-mdlm is tied and stores lm_head.weight, equal to the embedding, and was
+    refused for a tensor left over. It loads, without a word, and the matrix is in memory once."""
+    model = qwen(tied=True)
+    for name, head in (("stored", model.embed.weight), ("left out", None)):
+        ours = load(save_qwen(tmp_path / name, model, head))
+        assert ours.config.tied and ours.head.weight is ours.embed.weight
+        assert torch.equal(ours.embed.weight, model.embed.weight)
+    assert not recwarn.list
+
+
+def test_a_head_that_is_not_the_embedding(tmp_path):
+    """config.json says tied and the files hold another head: that one counts, and one warning says so."""
+    model, other = qwen(tied=True), qwen(tied=False)
+    folder = save_qwen(tmp_path / "model", model, other.head.weight)
+    with pytest.warns(UserWarning, match="files hold another, lm_head.weight: that one is used") as warned:
+        ours = load(folder)
+    assert len(warned) == 1 and not ours.config.tied
+    assert torch.equal(ours.head.weight, other.head.weight)
+    assert torch.equal(ours.embed.weight, model.embed.weight)
+
+
+def test_an_untied_model_wants_its_head(tmp_path):
+    model = qwen(tied=False)
+    with pytest.raises(ValueError, match="missing: lm_head.weight"):
+        load(save_qwen(tmp_path / "without", model))
+    ours = load(save_qwen(tmp_path / "with", model, model.head.weight))
+    assert torch.equal(ours.head.weight, model.head.weight) and not ours.config.tied
+
+
+def test_published_table_in_the_hubs_cache(tmp_path):
+    """Symptom: from_folder on a path of the hub's cache finds no table, for the folder bears its revision's
+    name."""
+    path = tmp_path / "models--GSAI-ML--LLaDA-8B-Instruct" / "snapshots" / "08b83a6feb34df1a"
+    path.mkdir(parents=True)
+    (tmp_path / "blob").write_text("{}")
+    (path / "config.json").symlink_to(tmp_path / "blob")
+    assert find_table(path, 32)[99] == 32
+    with pytest.warns(UserWarning, match="has no depth table"):
+        assert find_table(path, 28) is None
