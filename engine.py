@@ -34,7 +34,7 @@ from hub.checkpoint import fingerprint, load
 from model import Transformer
 from request import Event, Request, Result, check, whole
 from running import Running, Stream, Waiting
-from step import Layout, Step, bucket, lay_out
+from step import Layout, Step, bucket, exact, lay_out
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
 WINDOWS = ("all", "rest", "block")
@@ -60,7 +60,7 @@ class Engine:
     """
 
     def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all",
-                 cache_mb=256, max_batch=8, compile=False, attention="auto", auto_prefix=True, measure=None,
+                 cache_mb=256, max_batch=8, compile="auto", attention="auto", auto_prefix=True, measure=None,
                  self_profile=None, table=None, tokenizer=None, key=""):
         L, weight = model.config.layers, model.embed.weight
         _check_options(L, cache, window, depth, refresh=refresh, max_batch=max_batch, cache_mb=cache_mb)
@@ -82,8 +82,9 @@ class Engine:
             threshold = self_profile or getattr(table, "threshold", depths.Table.threshold)
             self.guard = guard.Guard(model, self.cache, threshold, trust=not self_profile, every=measure)
         self.attention = kernels.choose(weight.device, attention)
-        self.step = Step(model, self.cache.kv, self.cache.table, self.attention, compile)
-        self.bucket = bucket if compile else lambda n, least: n
+        self.compiled = weight.is_cuda if compile == "auto" else compile
+        self.step = Step(model, self.cache.kv, self.cache.table, self.attention, self.compiled)
+        self.bucket = bucket if self.compiled else exact
         self.streams, self.counts = weakref.WeakSet(), Counter()       # passes, host_reads, token_layers, ...
         self.admission = Admission(
             model, self.cache, self.step, self.guard, self.counts, mode=cache, depth=depth, table=table,
@@ -106,7 +107,8 @@ class Engine:
         with enough_memory(f"the weights of {path} as {dtype} on {device}",
                            'use dtype "bfloat16", another device or a smaller model'):
             model = load(path, device, dtype, mask_id=tokenizer and tokenizer.mask_id, shift=shift)
-            model = model if options.get("compile") else model.pack()
+            if options.get("compile", "auto") in ("auto", False):
+                model.pack()                    # does nothing on a GPU
         table = None
         if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
             table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already
@@ -288,7 +290,7 @@ class Engine:
     def _shared(self, runs: list) -> tuple[int, int]:
         """(n, b): the first n pages are the same for all of a batch in the layers below b. In a compiled
         graph this would be one more shape, so there it is left out."""
-        if len(runs) == 1 or self.bucket is bucket or len({id(run.lease.entry) for run in runs}) > 1:
+        if len(runs) == 1 or self.compiled or len({id(run.lease.entry) for run in runs}) > 1:
             return 0, 0
         return count_pages(runs[0].prefix_len), min(run.depth for run in runs)
 

@@ -37,6 +37,8 @@ def answer(args) -> None:
         stream = engine.stream(requests)                # all were checked, before anything runs or is printed
         if not args.json:
             say(headline(args.model, engine))
+        if args.warm_up:
+            prepare(engine, requests, args.json)
         told = listeners(args, engine, chats, requests, output)
         seconds = run(stream, told, len(requests), bar=not args.watch)
     if not args.json:
@@ -65,9 +67,19 @@ def load(args):
     engine = Engine.from_folder(os.path.expanduser(args.model), **given(args, known))
     if engine.tokenizer is None:
         refuse(f"{args.model} has no tokenizer files, and text needs them; use engine.Engine with token ids")
+    if args.warm_up and not engine.compiled:
+        refuse("--warm-up has an effect only where the steps are compiled; add --compile or leave it out")
     if sum(p.numel() for p in engine.model.parameters()) < 2e7:
         torch.set_num_threads(1)        # so small a model waits for a second thread more than it gains
     return engine
+
+
+def prepare(engine, requests: list, quiet: bool) -> None:
+    """Compile first, so that the seconds of the run are its own."""
+    from warmup import warm_up
+    graphs, seconds = warm_up(engine, requests, bar=True)
+    if not quiet:
+        say(f"compiled    {graphs:9} graphs        {seconds:6.2f} s\n")
 
 
 def to_requests(chats: list[Chat], engine, folder: str) -> list:

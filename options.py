@@ -35,8 +35,10 @@ def parse(argv=None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda or cuda:N (auto: the GPU if there is one)")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
         help="auto: as stored, where that is fast")
-    add("--compile", action="store_true", default=None,
-        help="compile the steps: for GPUs, on a CPU it does not pay")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="compile the steps (default: on a GPU; on a CPU it does not pay)")
+    add("--warm-up", action="store_true",
+        help="compile all that the run needs before it starts, and tell how long that took")
     add = p.add_argument_group("input").add_argument
     add("--prefix", metavar="TEXT|@FILE|-", action=Once,
         help="the text that all prompts share: a chat's system message, else what they follow on; @FILE: "

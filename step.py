@@ -12,6 +12,7 @@ device and allocates nothing that outlives the pass. Checked row by row in tests
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import decoding
@@ -59,16 +60,21 @@ def lay_out(runs: list, shadows: list, kind: str, config, bucket) -> Layout:
         places.append(run.masked[block.lo:block.hi].nonzero()[:, 0] + block.lo)
         active.append(places[-1] + (run.own - config.shift - lo + b * W))
     places, guides = places[:len(runs)], active[len(runs):]
-    rows = _padded(torch.cat(active[:len(runs)]), bucket)
+    rows = _padded(torch.cat(active[:len(runs)]), runs, bucket)
     requests, steps = [run.request for run in runs], [run.forwards for run in runs]
     rules = decoding.rules_for(requests, steps, places, len(rows), config.vocab)
     if guides:                                  # behind all others, where rules.guide points at them
-        rows = torch.cat([rows, _padded(torch.cat(guides), bucket)])
+        rows = torch.cat([rows, _padded(torch.cat(guides), shadows, bucket)])
     return Layout(Pass(ids, *fields, rows), rules, windows, places, sum(map(len, active)))
 
 
-def _padded(rows: Tensor, bucket) -> Tensor:
-    return torch.cat([rows, rows.new_zeros(bucket(len(rows), 8) - len(rows))])
+def _padded(rows: Tensor, runs: list, bucket) -> Tensor:
+    """Where lengths are rounded, rows for the whole blocks: as many at each step of a block, so one graph
+    for all."""
+    if bucket is exact:
+        return rows
+    most = sum(run.blocks[0].hi - run.blocks[0].lo for run in runs)
+    return F.pad(rows, (0, bucket(most, 8) - len(rows)))
 
 
 def layer_pass(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pages: Tensor, columns: Tensor,
@@ -164,3 +170,8 @@ def bucket(n: int, least: int) -> int:
         else:
             size = size * 4 // 3
     return size
+
+
+def exact(n: int, least: int) -> int:
+    """No rounding: where nothing is compiled."""
+    return n
