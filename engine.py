@@ -28,13 +28,13 @@ import depth as depths
 import guard
 import kernels
 from admission import Admission
-from cache import PAGE, Cache, count_pages
+from cache import Cache, count_pages
 from files import BadInput, enough_memory, ran_out
 from hub.checkpoint import fingerprint, load
 from model import Transformer
 from request import Event, Request, Result, check, whole
 from running import Running, Stream, Waiting
-from step import Layout, Step, bucket, exact, lay_out
+from step import Layout, Step, bucket, exact, lay_out, prefix_rows, shared_pages
 
 CACHE_MODES = ("none", "intra", "bicache", "naive")
 WINDOWS = ("all", "rest", "block")
@@ -264,35 +264,17 @@ class Engine:
         shadows = [run.shadow for run in group if run.shadow]
         layout = lay_out(group, shadows, self.window, self.model.config, self.bucket)
         runs = group + shadows
-        prefix = None if depth is None else self._entering(runs, depth, B=len(layout.batch.ids))
+        prefix = None if depth is None else prefix_rows(
+            self.model, self.cache, runs, depth, len(layout.batch.ids), self.bucket)
         pages = max(count_pages(run.prefix_len) + count_pages(len(run.suffix)) for run in runs)
         pages = min(self.bucket(pages, 1), self.cache.table.shape[2] - 1)
         verdict, _ = self.step(layout.batch.to(self.device), layout.rules.to(self.device), pages, depth,
-                               prefix, (), self._shared(runs))
+                               prefix, (), (0, 0) if self.compiled else shared_pages(runs))
         M = sum(len(places) for places in layout.places)
         token, *stats = verdict[:, :M].cpu()                                # the only read from the device
         self.counts.update(passes=1, host_reads=1, head_rows=layout.head_rows)
         self._require_finite(stats[0], group, layout)
         yield from self._commit(group, layout, depth, token.long(), stats)
-
-    def _entering(self, runs: list, depth: int, B: int) -> Tensor:
-        """The prefix rows (B, P, hidden) as they enter layer `depth`, anything behind a prefix's end."""
-        P = min(self.bucket(max(run.prefix_len for run in runs), PAGE), self.model.config.max_len)
-        if depth:
-            ids = [run.lease.entry.id for run in runs]
-            ids += ids[:1] * (B - len(ids))
-            return self.cache.read_boundary(torch.tensor(ids, device=self.device), depth, P)
-        ids = torch.zeros(B, P, dtype=torch.long)
-        for b, run in enumerate(runs):
-            ids[b, :run.prefix_len] = torch.tensor(run.prompt[:run.prefix_len])
-        return self.model.embed(ids.to(self.device))
-
-    def _shared(self, runs: list) -> tuple[int, int]:
-        """(n, b): the first n pages are the same for all of a batch in the layers below b. In a compiled
-        graph this would be one more shape, so there it is left out."""
-        if len(runs) == 1 or self.compiled or len({id(run.lease.entry) for run in runs}) > 1:
-            return 0, 0
-        return count_pages(runs[0].prefix_len), min(run.depth for run in runs)
 
     def _require_finite(self, confidence: Tensor, group: list, layout: Layout) -> None:
         """NotFinite, naming the request, if any of its rows' confidences is no number."""

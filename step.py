@@ -17,7 +17,7 @@ from torch import Tensor
 
 import decoding
 import kernels
-from cache import PAGE
+from cache import PAGE, count_pages
 from model import Layer, Transformer
 
 
@@ -73,8 +73,28 @@ def _padded(rows: Tensor, runs: list, bucket) -> Tensor:
     for all."""
     if bucket is exact:
         return rows
-    most = sum(run.blocks[0].hi - run.blocks[0].lo for run in runs)
+    most = sum(run.blocks[0].size for run in runs)
     return F.pad(rows, (0, bucket(most, 8) - len(rows)))
+
+
+def prefix_rows(model: Transformer, cache, runs: list, depth: int, B: int, bucket) -> Tensor:
+    """The prefix rows (B, P, hidden) as they enter layer `depth`; behind a prefix's end stands anything."""
+    P, device = min(bucket(max(run.prefix_len for run in runs), PAGE), model.config.max_len), cache.kv.device
+    if depth:
+        ids = [run.lease.entry.id for run in runs]
+        ids += ids[:1] * (B - len(ids))
+        return cache.read_boundary(torch.tensor(ids, device=device), depth, P)
+    ids = torch.zeros(B, P, dtype=torch.long)
+    for b, run in enumerate(runs):
+        ids[b, :run.prefix_len] = torch.tensor(run.prompt[:run.prefix_len])
+    return model.embed(ids.to(device))
+
+
+def shared_pages(runs: list) -> tuple[int, int]:
+    """(n, b): the first n pages are the same for all of a batch in the layers below b."""
+    if len(runs) == 1 or len({id(run.lease.entry) for run in runs}) > 1:
+        return 0, 0
+    return count_pages(runs[0].prefix_len), min(run.depth for run in runs)
 
 
 def layer_pass(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, pages: Tensor, columns: Tensor,
