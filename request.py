@@ -11,6 +11,7 @@ import math
 import operator
 from dataclasses import dataclass, field
 
+from files import BadInput
 from model import Config
 
 # name: (score, tempered). LLaDA scores a token at temperature 1 however it was drawn, Dream as it was drawn.
@@ -135,31 +136,31 @@ def whole(name: str, value) -> int:
             return operator.index(value)
     except TypeError:
         pass
-    raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    raise BadInput(f"{name} is {value!r}; it must be a whole number")
 
 
 def check(r: Request, config: Config, spells: bool) -> None:
     """ValueError (value, limit, remedy) unless a model of this config can decode the request. Its prompt and
     canvas become lists of ints. spells: there is a tokenizer."""
     if not isinstance(r, Request):
-        raise ValueError(f"{r!r} is no Request")
+        raise BadInput(f"{r!r} is no Request")
     ids = _token_ids("prompt", r.prompt, config.vocab)
     _check_types(r)
     if not ids:
-        raise ValueError("the prompt is empty; give at least one token id")
+        raise BadInput("the prompt is empty; give at least one token id")
     canvas = None if r.canvas is None else _check_canvas(r, config)
     n, G = len(ids), r.gen_length if canvas is None else len(canvas)
     if G < 1:
-        raise ValueError(f"gen_length is {G}; it must be at least 1")
+        raise BadInput(f"gen_length is {G}; it must be at least 1")
     if n + G > config.max_len:
         behind = "gen_length" if canvas is None else "canvas"
-        raise ValueError(f"prompt ({n}) and {behind} ({G}) make {n + G} tokens and the model takes "
-                         f"{config.max_len}; shorten one")
+        raise BadInput(f"prompt ({n}) and {behind} ({G}) make {n + G} tokens and the model takes "
+                       f"{config.max_len}; shorten one")
     if r.prefix_len is not None and not 0 <= r.prefix_len <= n:
-        raise ValueError(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at "
-                         "most that many")
+        raise BadInput(f"prefix_len is {r.prefix_len}; the prompt has {n} tokens, and a prefix of it at "
+                       "most that many")
     if r.stop and not spells:
-        raise ValueError(f"stop is {r.stop!r}; the engine has no tokenizer to find texts with: give it one")
+        raise BadInput(f"stop is {r.stop!r}; the engine has no tokenizer to find texts with: give it one")
     _check_choice(r, config.vocab)
     if canvas is None:
         _check_pace(r, G, f"gen_length ({G})")
@@ -174,9 +175,9 @@ def _token_ids(name: str, ids, vocab: int) -> list[int]:
     try:
         ids = [whole(f"a token of the {name}", t) for t in ([] if isinstance(ids, str) else ids)]
     except TypeError:
-        raise ValueError(f"the {name} is {ids!r}; it must be a list of token ids") from None
+        raise BadInput(f"the {name} is {ids!r}; it must be a list of token ids") from None
     if bad := [t for t in ids if not 0 <= t < vocab]:
-        raise ValueError(f"the {name} holds token id {bad[0]}; ids run from 0 to {vocab - 1}")
+        raise BadInput(f"the {name} holds token id {bad[0]}; ids run from 0 to {vocab - 1}")
     return ids
 
 
@@ -184,11 +185,11 @@ def _check_canvas(r: Request, config: Config) -> list[int]:
     """The canvas as a list of ints; ValueError unless there is something to do in it."""
     canvas = _token_ids("canvas", r.canvas, config.vocab)
     if config.mask_id not in canvas:
-        raise ValueError(f"the canvas has no open place; put the mask id ({config.mask_id}) where one is")
+        raise BadInput(f"the canvas has no open place; put the mask id ({config.mask_id}) where one is")
     if r.gen_length not in (Request.gen_length, len(canvas)):
-        raise ValueError(f"gen_length is {r.gen_length} and the canvas has {len(canvas)} places; give one")
+        raise BadInput(f"gen_length is {r.gen_length} and the canvas has {len(canvas)} places; give one")
     if r.stop:
-        raise ValueError(f"stop is {r.stop!r}; a canvas ends where it ends: leave one out")
+        raise BadInput(f"stop is {r.stop!r}; a canvas ends where it ends: leave one out")
     return canvas
 
 
@@ -201,65 +202,65 @@ def _check_types(r: Request) -> None:
         value = getattr(r, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number and not (value is None and getattr(Request, name) is None):
-            raise ValueError(f"{name} is {value!r}; it must be a number")
+            raise BadInput(f"{name} is {value!r}; it must be a number")
     for name in ("salt", "remasking"):
         if not isinstance(getattr(r, name), str):
-            raise ValueError(f"{name} is {getattr(r, name)!r}; it must be a text")
+            raise BadInput(f"{name} is {getattr(r, name)!r}; it must be a text")
     for name in ("stop_at_eos", "logits_eos_inf", "confidence_eos_eot_inf"):
         if not isinstance(getattr(r, name), bool):
-            raise ValueError(f"{name} is {getattr(r, name)!r}; it must be true or false")
+            raise BadInput(f"{name} is {getattr(r, name)!r}; it must be true or false")
     if not isinstance(r.stop, (tuple, list)) or not all(isinstance(text, str) and text for text in r.stop):
-        raise ValueError(f"stop is {r.stop!r}; it must be a tuple of texts, none of them empty")
+        raise BadInput(f"stop is {r.stop!r}; it must be a tuple of texts, none of them empty")
 
 
 def _check_choice(r: Request, vocab: int) -> None:
     """ValueError unless it is clear which token a row gets."""
     if not 0 <= r.seed < 2**32:
-        raise ValueError(f"seed is {r.seed}; it must be from 0 to 2**32 - 1")
+        raise BadInput(f"seed is {r.seed}; it must be from 0 to 2**32 - 1")
     for name in ("temperature", "alg_temp", "cfg_scale"):
         value = getattr(r, name)
         if value and not 1e-4 <= value <= 1e4:      # beyond, float32 has no room for the scores
-            raise ValueError(f"{name} is {value}; it must be 0 (off), or from 0.0001 to 10000")
+            raise BadInput(f"{name} is {value}; it must be 0 (off), or from 0.0001 to 10000")
     if not 0 < r.top_p <= 1:
-        raise ValueError(f"top_p is {r.top_p}; it must be above 0 and at most 1")
+        raise BadInput(f"top_p is {r.top_p}; it must be above 0 and at most 1")
     if r.top_k is not None and not 1 <= r.top_k <= vocab:
-        raise ValueError(f"top_k is {r.top_k}; it must be from 1 to the vocabulary's size ({vocab})")
+        raise BadInput(f"top_k is {r.top_k}; it must be from 1 to the vocabulary's size ({vocab})")
 
 
 def _check_pace(r: Request, G: int, places: str) -> None:
     """ValueError unless it is clear which rows a step commits, of G in all, which are called `places`."""
     block = G if r.block_length is None else r.block_length
     if not 1 <= block <= G:
-        raise ValueError(f"block_length is {block}; it must be from 1 to {places}")
+        raise BadInput(f"block_length is {block}; it must be from 1 to {places}")
     blocks = -(-G // block)
     paces = [name for name in PACES if getattr(r, name) is not None]
     if len(paces) > 1:
         given = " and ".join(f"{name} ({getattr(r, name)})" for name in paces)
-        raise ValueError(f"{given} exclude each other; give one")
+        raise BadInput(f"{given} exclude each other; give one")
     if r.steps is not None and (r.steps % blocks or not blocks <= r.steps <= G):
-        raise ValueError(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), "
-                         f"from {blocks} to {places}, so that each step commits a token")
+        raise BadInput(f"steps is {r.steps}; it must be a multiple of the number of blocks ({blocks}), "
+                       f"from {blocks} to {places}, so that each step commits a token")
     if r.threshold is not None and not 0 < r.threshold <= 1:
-        raise ValueError(f"threshold is {r.threshold}; it must be above 0 and at most 1")
+        raise BadInput(f"threshold is {r.threshold}; it must be above 0 and at most 1")
     if r.factor is not None and not 0 < r.factor < math.inf:
-        raise ValueError(f"factor is {r.factor}; it must be above 0 (small is careful) and finite")
+        raise BadInput(f"factor is {r.factor}; it must be above 0 (small is careful) and finite")
     if r.entropy_bound is not None and not 0 <= r.entropy_bound < math.inf:
-        raise ValueError(f"entropy_bound is {r.entropy_bound}; it must be at least 0 (careful) and finite")
+        raise BadInput(f"entropy_bound is {r.entropy_bound}; it must be at least 0 (careful) and finite")
     if r.remasking not in REMASKING:
-        raise ValueError(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
+        raise BadInput(f"remasking is {r.remasking!r}; it must be one of {', '.join(REMASKING)}")
     kind, adaptive = REMASKING[r.remasking][0], paces and paces[0] != "steps"
     if adaptive and r.entropy_bound is None and kind != "probability":
-        raise ValueError(f"{paces[0]} compares probabilities and remasking {r.remasking!r} has none; give "
-                         "steps instead")
+        raise BadInput(f"{paces[0]} compares probabilities and remasking {r.remasking!r} has none; give "
+                       "steps instead")
     if r.entropy_bound is not None and r.remasking not in ("low_confidence", "entropy"):
-        raise ValueError(f"entropy_bound ranks by entropy, remasking {r.remasking!r} does not; leave one out")
+        raise BadInput(f"entropy_bound ranks by entropy, remasking {r.remasking!r} does not; leave one out")
     if r.alg_temp and (adaptive or kind == "random"):
-        raise ValueError("alg_temp draws the rows to commit by their scores; it has no effect with "
-                         f"threshold, factor, entropy_bound or remasking {r.remasking!r}: leave it at 0")
+        raise BadInput("alg_temp draws the rows to commit by their scores; it has no effect with "
+                       f"threshold, factor, entropy_bound or remasking {r.remasking!r}: leave it at 0")
     if r.eps is not None and not 0 < r.eps < 1:
-        raise ValueError(f"eps is {r.eps}; it must be between 0 and 1")
+        raise BadInput(f"eps is {r.eps}; it must be between 0 and 1")
     if r.remasking == "origin" and r.eps is None:
-        raise ValueError("remasking 'origin' follows Dream's schedule; give eps (Dream uses 0.001)")
+        raise BadInput("remasking 'origin' follows Dream's schedule; give eps (Dream uses 0.001)")
     if r.eps is not None and (adaptive or block < G):
-        raise ValueError("eps sets Dream's schedule over the whole answer; it goes with steps alone, not "
-                         "with threshold, factor, entropy_bound or block_length")
+        raise BadInput("eps sets Dream's schedule over the whole answer; it goes with steps alone, not "
+                       "with threshold, factor, entropy_bound or block_length")
