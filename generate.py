@@ -65,6 +65,8 @@ def load(args):
     from engine import Engine
     known = Engine.__init__.__kwdefaults__ | Engine.from_folder.__kwdefaults__
     engine = Engine.from_folder(os.path.expanduser(args.model), **given(args, known))
+    if engine.device.type == "cuda":
+        torch.cuda.set_device(engine.device)        # Triton's kernels run on the present one
     if engine.tokenizer is None:
         refuse(f"{args.model} has no tokenizer files, and text needs them; use engine.Engine with token ids")
     if args.warm_up and not engine.compiled:
@@ -96,7 +98,7 @@ def to_requests(chats: list[Chat], engine, folder: str) -> list:
                     capped.append(options["gen_length"])
             requests.append(Request(ids, **options))
             engine.check(requests[-1])
-        except ValueError as e:
+        except BadInput as e:
             refuse(f"{chat.where}: {e}")
     if capped:
         warnings.warn(f"{len(capped)} of {len(chats)} answers get less than the default of {default} tokens, "
@@ -245,7 +247,7 @@ def main(argv=None) -> int:
         try:
             answer(parse(argv))
             return 0
-        except ValueError as e:
+        except BadInput as e:
             complain(e, notes(e))
             drop_stdout()
             return 2

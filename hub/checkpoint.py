@@ -8,6 +8,7 @@ missing, left over or misshapen stands in one ValueError. Checked on the publish
 """
 import hashlib
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from files import BadInput
+from files import BadInput, memory
 from hub.families import FAMILIES, Family, hub_name, read_config, read_json
 from model import Transformer
+
+
+FOREIGN = "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth", "*.ckpt"         # weights that others read
 
 
 def checkpoint_names(model: Transformer, family: Family) -> dict[str, str]:
@@ -37,11 +41,15 @@ def _shards(folder: Path) -> list[Path]:
     files = [folder / "model.safetensors"]
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
             files = [folder / name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise BadInput(f"{index} is no index of shards ({e!r}); download it again") from e
     absent = [f.name for f in files if not f.is_file()]
+    foreign = sorted(f.name for pattern in FOREIGN for f in folder.glob(pattern))
+    if absent and foreign:
+        raise BadInput(f"{folder} has its weights in {foreign[0]}, and safetensors are read; get model.safetensors "
+                       "or its shards, or save the weights so")
     if absent:
         raise BadInput(f"{folder} lacks {', '.join(absent)}; download the folder again")
     return files
@@ -58,11 +66,15 @@ def _open(path: Path):
 def resolve(folder, device: str, dtype) -> tuple[torch.device, torch.dtype]:
     """What "auto" stands for: the GPU if there is one; the dtype the weights are stored in, but float32 for
     bfloat16 weights on a processor that is slow at it. Names become torch objects."""
+    names = "float32", "bfloat16", "float16"
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
-    if device.split(":")[0] not in ("cpu", "cuda") or device != "cpu" and not torch.cuda.is_available():
-        found = "it not" if "cuda" not in device else "no GPU"
-        raise BadInput(f"device is {device} and torch finds {found} here; use cpu or auto")
-    device, names = torch.device(device), ("float32", "bfloat16", "float16")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise BadInput(f"device is {device}; it must be auto, cpu, cuda or cuda:N")
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"device is {device} and torch finds no GPU here; use cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise BadInput(f"device is {device} and the last of {count} is cuda:{count - 1}; use that or another")
     if dtype not in ("auto", *names, *(getattr(torch, name) for name in names)):
         raise BadInput(f"dtype is {dtype}; it must be auto, {', '.join(names)}")
     if dtype == "auto":
@@ -100,6 +112,10 @@ def load(folder, device="cpu", dtype="float32", mask_id: int | None = None,
             config = replace(config, tied=False)
     with torch.device("meta"):
         model = Transformer(config)
+    need = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    if device.type == "cpu" and need > memory():
+        raise BadInput(f"the weights of {folder} take {need / 1e9:.1f} GB as {str(dtype)[6:]} and this machine has "
+                       f"{memory() / 1e9:.1f}; use dtype bfloat16, a GPU or a smaller model")
     state = _read_tensors(folder, stored, model, family, device, dtype)
     if config.tied:
         state["head.weight"] = state["embed.weight"]
@@ -155,11 +171,26 @@ def _read_tensors(folder: Path, stored: dict, model: Transformer, family: Family
                         state[ours[key]] = own.get_tensor(key).to(device, dtype)
                 bar.update(mapped.nbytes)
     bar.close()
-    faults = [f"{what}: {', '.join(keys)}" for what, keys in
+    faults = [f"{what}: {_some(keys)}" for what, keys in
               (("missing", lacking), ("left over", left), ("wrong shape", wrong)) if keys]
     if faults:
+        if prefix := _foreign_prefix(lacking, left):
+            faults.append(f"each name has {prefix!r} before it, which nobody reads; save them without")
         raise BadInput(f"the tensors of {folder} do not fit its config.json; " + "; ".join(faults))
     return state
+
+
+def _some(names: list, most: int = 4) -> str:
+    """All of a few names; of many, which make no sentence, some and the count."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])}, ... ({len(names)} in all)"
+
+
+def _foreign_prefix(lacking: list, left: list) -> str:
+    """What stands before every name of a checkpoint saved from inside some wrapper, as "module."; or nothing."""
+    found = {key.removesuffix(lacking[0]) for key in left if lacking and key.endswith(lacking[0])}
+    return next((prefix for prefix in found if {prefix + name for name in lacking} <= set(left)), "")
 
 
 def fingerprint(folder) -> str:

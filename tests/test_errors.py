@@ -367,6 +367,46 @@ def test_shards(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "weights.Q4_K_M.gguf"])
+def test_weights_in_another_format(folder, name):
+    """Symptom: a folder with pytorch_model.bin or a .gguf only "lacks model.safetensors; download it again". The
+    file is named, and what is read instead."""
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ValueError, match=f"has its weights in {name}, and safetensors are read"):
+        load(folder)
+
+
+def test_a_foreign_prefix(folder):
+    """Symptom: names saved from inside a wrapper give 30,000 letters in one line. A few names and their count, and
+    what is wrong with them."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({f"module.{name}": w for name, w in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: .*, \.\.\. \(\d+ in all\); left over: module\..* in all\)"
+                       ".*each name has 'module.' before it") as e:
+        load(folder)
+    assert len(str(e.value)) < 1200
+
+
+def test_weights_larger_than_memory(folder, monkeypatch):
+    """Symptom: weights that this machine cannot hold are read until the system kills the process."""
+    monkeypatch.setattr("hub.checkpoint.memory", lambda: 1000.0)
+    with pytest.raises(ValueError, match="take 0.0 GB as float32 and this machine has 0.0; use dtype bfloat16"):
+        load(folder)
+
+
+@pytest.mark.parametrize("device, says", [
+    ("cuda:x", "it must be auto, cpu, cuda or cuda:N"), ("cpu:1", "it must be auto"), ("mps", "it must be auto"),
+    ("cuda:2", "device is cuda:2 and the last of 2 is cuda:1")])
+def test_one_of_several_gpus(folder, monkeypatch, device, says):
+    """Symptom: --device cuda:1 is refused; cuda:9 fails somewhere in the allocator."""
+    from hub.checkpoint import resolve
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve(folder, "cuda:1", "float32") == (torch.device("cuda:1"), torch.float32)
+    with pytest.raises(ValueError, match=says):
+        resolve(folder, device, "float32")
+
+
 def test_tied_heads_share_storage(folder):
     """A tied checkpoint holds no head; the head is the embedding, not a copy and not random."""
     weights = load_file(folder / "model.safetensors")

@@ -199,6 +199,16 @@ def test_unreadable_requests(run, tmp_path, line, says):
     assert code == 2 and not out and says in err and "line 3 of" in err and len(err.splitlines()) == 1
 
 
+def test_a_bug_stays_a_traceback(run, monkeypatch):
+    """Symptom: a bug of ours, an encoding error in some library, passes for bad input. Cause: main caught every
+    ValueError. Fixed: what we refuse is a class of its own."""
+    def bug(*_):
+        raise ValueError("a bug")
+    monkeypatch.setattr(generate, "headline", bug)
+    with pytest.raises(ValueError, match="a bug"):
+        run(*ASK)
+
+
 def test_a_default_length_without_room(run, text_folder, tmp_path):
     """Symptom: a generation_config.json that asks for more than the model holds refuses every prompt. The
     length is cut to the room that there is, and a sentence says so; one that was given is refused, as

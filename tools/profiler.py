@@ -340,7 +340,7 @@ def main():
         run(parser.parse_args())
     except KeyboardInterrupt:
         parser.exit(130, "profiler.py: interrupted; the same command with --resume goes on\n")
-    except ValueError as e:
+    except BadInput as e:
         parser.error(str(e))
 
 
