@@ -48,8 +48,8 @@ def _shards(folder: Path) -> list[Path]:
     absent = [f.name for f in files if not f.is_file()]
     foreign = sorted(f.name for pattern in FOREIGN for f in folder.glob(pattern))
     if absent and foreign:
-        raise BadInput(f"{folder} has its weights in {foreign[0]}, and safetensors are read; get model.safetensors "
-                       "or its shards, or save the weights so")
+        raise BadInput(f"{folder} has its weights in {foreign[0]}, and safetensors are read; get "
+                       "model.safetensors or its shards, or save the weights so")
     if absent:
         raise BadInput(f"{folder} lacks {', '.join(absent)}; download the folder again")
     return files
@@ -114,8 +114,8 @@ def load(folder, device="cpu", dtype="float32", mask_id: int | None = None,
         model = Transformer(config)
     need = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     if device.type == "cpu" and need > memory():
-        raise BadInput(f"the weights of {folder} take {need / 1e9:.1f} GB as {str(dtype)[6:]} and this machine has "
-                       f"{memory() / 1e9:.1f}; use dtype bfloat16, a GPU or a smaller model")
+        raise BadInput(f"the weights of {folder} take {need / 1e9:.1f} GB as {str(dtype)[6:]} and this machine "
+                       f"has {memory() / 1e9:.1f}; use dtype bfloat16, a GPU or a smaller model")
     state = _read_tensors(folder, stored, model, family, device, dtype)
     if config.tied:
         state["head.weight"] = state["embed.weight"]
@@ -188,7 +188,7 @@ def _some(names: list, most: int = 4) -> str:
 
 
 def _foreign_prefix(lacking: list, left: list) -> str:
-    """What stands before every name of a checkpoint saved from inside some wrapper, as "module."; or nothing."""
+    """What stands before every name of a checkpoint saved from inside a wrapper, as "module."; or nothing."""
     found = {key.removesuffix(lacking[0]) for key in left if lacking and key.endswith(lacking[0])}
     return next((prefix for prefix in found if {prefix + name for name in lacking} <= set(left)), "")
 
