@@ -114,8 +114,8 @@ def load(folder, device="cpu", dtype="float32", mask_id: int | None = None,
         model = Transformer(config)
     need = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     if device.type == "cpu" and need > memory():
-        raise BadInput(f"the weights of {folder} take {need / 1e9:.1f} GB as {str(dtype)[6:]} and this machine "
-                       f"has {memory() / 1e9:.1f}; use dtype bfloat16, a GPU or a smaller model")
+        raise BadInput(f"the weights of {folder} take {need / 1e9:.1f} GB as {str(dtype)[6:]} and this "
+                       f"machine has {memory() / 1e9:.1f}; use dtype bfloat16, a GPU or a smaller model")
     state = _read_tensors(folder, stored, model, family, device, dtype)
     if config.tied:
         state["head.weight"] = state["embed.weight"]

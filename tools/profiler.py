@@ -163,8 +163,8 @@ class Sums:
     def result(self, ratios: list, threshold: float, fingerprint: str) -> Profile:
         had = self.counts > 0
         if not had.any():
-            raise BadInput("no sample meets any ratio: a text needs --length tokens (and as the model takes), a "
-                           "request a prefix")
+            raise BadInput("no sample meets any ratio: a text needs --length tokens (and as the model takes),"
+                           " a request a prefix")
         ratios, n = [r for r, count in zip(ratios, self.counts) if count], self.counts[had]
         mean = self.sums[had] / n[:, None]
         below = self.bins[had].cumsum(-1) * 10 < n[:, None, None]           # (n, L, BINS) not a tenth yet
