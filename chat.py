@@ -68,7 +68,7 @@ class Conversation:
             try:
                 self.engine.check(request)
                 return request, history
-            except ValueError as e:             # a shorter prefix takes less room
+            except BadInput as e:               # a shorter prefix takes less room
                 reason = e
         more = "; /reset makes room" if len(self.messages) > len(self.document) else ""
         raise BadInput(f"{reason}{more}")
@@ -164,7 +164,7 @@ def converse(engine, document: str | None, options: dict, default: int) -> None:
                 return
             if not command(conversation, line):
                 tell(conversation, line)
-        except ValueError as e:
+        except BadInput as e:
             if not typed:
                 raise
             say(f"{e}\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from files import BadInput
+from files import BadInput, read_json
 from hub.checkpoint import fingerprint
 from hub.families import hub_name
 
@@ -79,7 +79,7 @@ def _published_table(folder: Path, layers: int) -> Table | None:
     """By the folder's name (of what a link leads to; in the hub's cache, the model's), or by where
     config.json says the model comes from."""
     config = folder / "config.json"
-    origin = json.loads(config.read_text()).get("_name_or_path") if config.is_file() else None
+    origin = read_json(config).get("_name_or_path") if config.is_file() else None
     names = [_last_part(hub_name(folder)), _last_part(origin)]
     for name, (count, table) in PUBLISHED.items():
         if count == layers and _last_part(name) in names:

@@ -28,6 +28,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+import files  # noqa: E402
 from bench import throughput  # noqa: E402
 from bench.asked import RATIOS, Question, draw_questions, staff  # noqa: E402
 from bench.report import draw, read, show  # noqa: E402
@@ -232,9 +233,9 @@ def measure(args) -> dict:
     def write(line: dict):
         found["rows"][line["setup"]] = line
         if file:
-            file.write(json.dumps(line).encode() + b"\n")
+            files.write_whole(file, json.dumps(line).encode() + b"\n")
     if file and not file.tell():
-        file.write(json.dumps(dict(header=header)).encode() + b"\n")
+        files.write_whole(file, json.dumps(dict(header=header)).encode() + b"\n")
     minutes = estimate(todo, folder, questions, args) / 60
     print(f"{len(questions)} questions on {questions[-1].document + 1} staff lists, {len(todo)} setups: "
           f"about {minutes:.1f} minutes", flush=True)
@@ -321,7 +322,7 @@ def main(argv=None) -> int:
             return 0
         summary = show(found)
         if args.svg:
-            Path(args.svg).write_text(draw(found), encoding="utf-8")
+            files.replace(args.svg, lambda path: path.write_text(draw(found), "utf-8"))
         print(json.dumps(dict(env=env, **summary)))
         return 0
     except (ValueError, OSError) as e:

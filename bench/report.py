@@ -4,11 +4,11 @@ Exact match has Wilson's 95% interval. The difference to `none` is paired, quest
 adjusted Wald interval of Bonett and Price (2012: one is added to both counts of changed answers), and
 McNemar's exact test of those counts. Questions count as independent, though some share a document.
 """
-import json
 from math import comb, sqrt
 from statistics import mean
 
 import depth
+from files import BadInput, read_lines
 
 Z = 1.959964                    # of a normal distribution, two-sided 95%
 COLLAPSE = -5                   # points: naive reuse breaks a kind whose whole interval is below
@@ -48,24 +48,21 @@ def read(paths, header=None) -> dict:
     rows = {}
     for path in paths:
         known = False
-        with open(path, encoding="utf-8") as f:
-            for number, text in enumerate(f, 1):
-                try:
-                    line = json.loads(text)
-                    name = line["setup"] if "header" not in line else None
-                except (ValueError, TypeError, KeyError) as e:
-                    raise ValueError(f"line {number} of {path} is no result of accuracy.py; remove it "
-                                     f"({e!r})") from e
-                if name:
-                    rows.setdefault(name, line)
-                    continue
-                header, known = header or line["header"], True
-                keys = {**header, **line["header"]}
-                if wrong := [key for key in keys if header.get(key) != line["header"].get(key)]:
-                    raise ValueError(f"{path} was measured with another {wrong[0]}; give another file, "
-                                     "or repeat its options")
+        for where, line in read_lines(path):
+            try:
+                name = line["setup"] if "header" not in line else None
+            except (TypeError, KeyError) as e:
+                raise BadInput(f"{where} is no result of accuracy.py; remove it ({e!r})") from e
+            if name:
+                rows.setdefault(name, line)
+                continue
+            header, known = header or line["header"], True
+            keys = {**header, **line["header"]}
+            if wrong := [key for key in keys if header.get(key) != line["header"].get(key)]:
+                raise BadInput(f"{path} was measured with another {wrong[0]}; give another file, "
+                               "or repeat its options")
         if not known and (rows or header is None):
-            raise ValueError(f"{path} has no header; these are no results of accuracy.py")
+            raise BadInput(f"{path} has no header; these are no results of accuracy.py")
     return dict(header=header, rows=rows)
 
 

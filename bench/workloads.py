@@ -6,7 +6,6 @@ about as many as a byte-level BPE makes of English, and each is hashed into the 
 gives the same ids, which is all that a prefix cache can tell; lengths, and so the prefix ratios, are near
 those of a real tokenizer and not equal to them.
 """
-import json
 import re
 import zlib
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 
 import depth
 from engine import Engine, Request
+from files import BadInput, read_lines
 from model import Config, Transformer
 
 MODES = {                                   # name: what makes an engine of it
@@ -86,19 +86,12 @@ def encode(text: str, config: Config) -> list:
 
 def read_questions(path) -> list:
     """Pairs (question, answer) of a JSON-lines file. Raises ValueError with the line that is none."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} cannot be read ({e})") from e
     pairs = []
-    for n, line in enumerate(lines, 1):
+    for where, raw in read_lines(path):
         try:
-            if line.strip():
-                raw = json.loads(line)
-                pairs.append((raw["question"] + "", raw["answer"] + ""))
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f'line {n} of {path} is no object with the texts "question" and "answer" '
-                             f"({e!r})") from e
+            pairs.append((raw["question"] + "", raw["answer"] + ""))
+        except (KeyError, TypeError) as e:
+            raise BadInput(f'{where} is no object with the texts "question" and "answer" ({e!r})') from e
     return pairs
 
 
@@ -111,16 +104,16 @@ def build(pairs: list, config: Config, batch: int, gen_length: int) -> list[Work
     short.
     """
     if len(pairs) < batch + max(FEW_SHOT):
-        raise ValueError(f"{len(pairs)} questions are too few; {batch} are asked and {max(FEW_SHOT)} are "
-                         "examples")
+        raise BadInput(f"{len(pairs)} questions are too few; {batch} are asked and {max(FEW_SHOT)} are "
+                       "examples")
     pairs = sorted(pairs, key=lambda pair: len(pair[0]))
     at = (len(pairs) - batch) // 2
     own = [encode(f"Question: {q}\nAnswer:", config) for q, _ in pairs[at:at + batch]]
     pairs = pairs[:at] + pairs[at + batch:]
     limit = config.max_len - max(map(len, own)) - gen_length
     if limit < 1:
-        raise ValueError(f"gen_length {gen_length} is too long; the model takes {config.max_len} tokens, "
-                         "prompt and all")
+        raise BadInput(f"gen_length {gen_length} is too long; the model takes {config.max_len} tokens, "
+                       "prompt and all")
     aim = lambda r: min(round(r / (1 - r) * (len(own[0]) + gen_length)), limit)
     shots = sorted((encode(f"Question: {q}\nAnswer: {a}\n\n", config) for q, a in pairs), key=len)
     made = []

@@ -24,7 +24,7 @@ QUESTIONS = "Which weights?", "How many?", "Who made them?", "Where do they lie?
 def engine(request, text_folder):
     """A random model of either family that always shares half of its layers."""
     tokenizer = Tokenizer.from_folder(text_folder)
-    model = tiny(shift=request.param == "dream", vocab=tokenizer.vocab_size, mask_id=0, eos_id=1)
+    model = tiny(shift=request.param == "dream", vocab=tokenizer.vocab_size, mask_id=0, eos_ids=(1,))
     return Engine(model, table={0: 2}, tokenizer=tokenizer, cache_mb=16, measure=0)
 
 
