@@ -13,6 +13,7 @@ from conftest import ROOT, tiny
 import generate
 from chat import Conversation, Live, fold
 from engine import Engine
+from files import BadInput
 from request import Event, Request, Result
 from tokenizer import Tokenizer
 
@@ -115,7 +116,7 @@ def test_a_prefix_that_does_not_fit_is_not_stored(engine, monkeypatch):
 
     def small(request):
         if request.prefix_len > document:
-            raise ValueError("too small")
+            raise BadInput("too small")
         check(request)
     monkeypatch.setattr(engine.admission, "check", small)
     answer, P, history = turn(conversation, QUESTIONS[1])
