@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")           # Ray reports to nobody; to be said first
@@ -199,15 +200,13 @@ def build(args: argparse.Namespace, router: str | None = "cluster.PrefixRouter")
 
 
 def start(args: argparse.Namespace, **options) -> None:
-    """Join or start Ray, and its HTTP server. Every machine needs the clone at the same path."""
+    """Join or start Ray. Every machine needs the clone at the same path."""
     env = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     ray.init(address=args.address, runtime_env=dict(env_vars=env), include_dashboard=False, **options)
-    rayserve.start(http_options=dict(host=args.host, port=args.port))
 
 
 def main(argv=None) -> int:
-    args = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)       # both end it in order
+    args, ended = parse(argv), threading.Event()
     try:
         app = build(args)
         if not args.keys and args.host != "127.0.0.1":
@@ -217,8 +216,12 @@ def main(argv=None) -> int:
         return 2
     try:
         start(args)
-        rayserve.run(app, blocking=True)
-    except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())       # ray.init has set one that aborts
+        rayserve.start(http_options=dict(host=args.host, port=args.port))
+        rayserve.run(app)
+        print(f"{args.name} on http://{args.host}:{args.port}", flush=True)
+        ended.wait()
         return 0
     finally:
         rayserve.shutdown()

@@ -39,6 +39,7 @@ def deploy():
                           "--max-batch", str(WIDTH)])
     os.environ["OMP_NUM_THREADS"] = "1"
     cluster.start(args, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False)
+    serve.start(http_options=dict(host=args.host, port=port))
 
     def run(path: str, **router) -> str:
         serve.run(cluster.build(args, **router), name=path, route_prefix=f"/{path}")

@@ -126,7 +126,7 @@ def poisoned(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece()
     tokenizer.add_special_tokens(SPECIAL)
-    model = tiny(vocab=len(words), mask_id=0, eos_id=1)
+    model = tiny(vocab=len(words), mask_id=0, eos_ids=(1,))
     poison = words.index("poison")
     model.head.weight[poison] = 0               # no answer holds it
     model.embed.weight[poison] = float("nan")
