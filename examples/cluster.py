@@ -18,7 +18,8 @@ import sys
 import threading
 from pathlib import Path
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")           # Ray reports to nobody; to be said first
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")           # Ray reports to nobody; both to be said first
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")        # a busy machine needs more than 5
 import ray                                                      # noqa: E402
 from ray import serve as rayserve                               # noqa: E402
 from ray.exceptions import RayActorError                        # noqa: E402
