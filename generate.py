@@ -4,10 +4,10 @@
     python generate.py --model DIR --prefix @doc.txt --prompt "Who ..." --prompt "Where ..."
     python generate.py --model DIR --requests chats.jsonl --json
 
-What is parsed is options.py; what is run and what is told of it stands here. The engine's events are all
-there is to a run: result lines (files.py), answers, table, live canvas and trace (terminal.py) listen to
-them, each an object with `event` and `end`. Bad input ends with exit code 2 and one sentence, a signal with
-128 + its number; a traceback is a bug of ours. Checked: tests/test_generate.py.
+What is parsed is cli/options.py; what is run and what is told of it stands here. The engine's events are all
+there is to a run: result lines (cli/lines.py), answers, table, live canvas and trace (cli/terminal.py) listen
+to them, each an object with `event` and `end`. Bad input ends with exit code 2 and one sentence, a signal
+with 128 + its number; a traceback is a bug of ours. Checked: tests/test_generate.py.
 """
 import os
 import signal
@@ -18,9 +18,10 @@ import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from files import BadInput, Chat, Lines, Results, read_json, say
-from options import files_read, given, parse, read_chats, read_conversation, refuse
-from terminal import Trace, Watch
+from cli.lines import Chat, Lines, Results, say
+from cli.options import files_read, given, parse, read_chats, read_conversation, refuse
+from cli.terminal import Trace, Watch
+from files import BadInput, read_json
 
 
 # -- what is run ---------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def answer(args) -> None:
 
 def converse(args) -> None:
     """--chat."""
-    import chat
+    from cli import chat
     document, options = read_conversation(args)
     engine = load(args)
     say(headline(args.model, engine))

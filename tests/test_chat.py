@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, tiny
 
 import generate
-from chat import Conversation, Live, fold
+from cli.chat import Conversation, Live, fold
 from engine import Engine
 from files import BadInput
 from request import Event, Request, Result
@@ -278,8 +278,8 @@ def test_live_lines(monkeypatch, capsys):
     """A long answer takes as many lines as it needs, but no more than can be drawn over; nothing is left of
     it."""
     assert fold("abcdef", 4) == ["abcd", "ef"] and fold("中文字", 5) == ["中文", "字"] and fold("", 5) == []
-    monkeypatch.setattr("terminal.PAUSE", 0)
-    monkeypatch.setattr("terminal.shutil.get_terminal_size", lambda: os.terminal_size((10, 4)))
+    monkeypatch.setattr("cli.terminal.PAUSE", 0)
+    monkeypatch.setattr("cli.terminal.shutil.get_terminal_size", lambda: os.terminal_size((10, 4)))
     live = Live([Request([1], gen_length=50)], lambda ids: bytes(ids).decode())
     live.event(Event(0, 0, False, (0, 1), [(0, ord("a"))], 0, 0))
     assert live.drawn == 3

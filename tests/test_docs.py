@@ -34,7 +34,8 @@ def test_commands(page):
     whose parser it borrows."""
     for script, rest in re.findall(r"python (?:-m pytest )?([\w/]+\.py)((?:[^\n`]|\\\n)*)", page.read_text()):
         assert (ROOT / script).is_file(), f"{page.name} runs {script}"
-        source = "".join(file.read_text() for file in (ROOT / script).parent.glob("*.py"))
+        rooms = [(ROOT / script).parent, ROOT / "cli"]
+        source = "".join(file.read_text() for room in rooms for file in room.glob("*.py"))
         for option in set(re.findall(r"--[a-z][\w-]+", rest.partition("#")[0])) - {"--help"}:
             assert f'"{option}"' in source, f"{page.name} gives {script} the option {option}"
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from files import (BadInput, Lines, check_chat, parse_json, print_json, read_json, read_lines, read_text, replace,
-                   to_json)
+from cli.lines import Lines, check_chat, print_json
+from files import BadInput, parse_json, read_json, read_lines, read_text, replace, to_json
 
 FIELDS = ("gen_length", "prefix_len", "seed")
 

@@ -8,7 +8,7 @@ import pytest
 from engine import Engine
 from files import BadInput
 from generate import main
-from options import draws, files_read, parse, read_chats, text
+from cli.options import draws, files_read, parse, read_chats, text
 from request import Request
 
 ASK = ["--prefix", "A text.", "--prompt", "Who?"]

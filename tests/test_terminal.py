@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import terminal
+from cli import terminal
 from request import Event, Request, Result
-from terminal import Trace, Watch, cut, width
+from cli.terminal import Trace, Watch, cut, width
 
 BYTES = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
 

@@ -25,7 +25,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from depth import RATIOS, Table, closeness, safe_depth  # noqa: E402
-from files import BadInput, check_chat, read_lines, replace  # noqa: E402
+from cli.lines import check_chat  # noqa: E402
+from files import BadInput, read_lines, replace  # noqa: E402
 from hub.checkpoint import fingerprint, load  # noqa: E402
 from model import Transformer, rotate  # noqa: E402
 from profiler_map import svg, text_map  # noqa: E402

@@ -1,7 +1,7 @@
 """What is parsed: the command line of generate.py, and what it says is to be answered.
 
     args = parse(["--requests", "chats.jsonl", "--seed", "3"])
-    chats = read_chats(args)                # files.Chat: a text, and the fields of `Request` for it
+    chats = read_chats(args)                # lines.Chat: a text, and the fields of `Request` for it
 
 An option named like a field of `Request` or an argument of `Engine` goes there, and stays None if it is not
 given, so that defaults are written once: there. A new one is one line. What has no effect, is empty or
@@ -13,9 +13,10 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from files import BadInput, Chat, check_chat, read_lines, read_text
+from cli.lines import Chat, check_chat
+from files import BadInput, read_lines, read_text
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent.parent
 EMBEDDED = str(HERE / "checkpoints" / "tiny")
 NO_DRAW = ("nothing is drawn: a seed has an effect only with temperature, alg_temp, or remasking random or "
            "origin")

@@ -7,7 +7,7 @@ prefix.
 The line under an answer tells hit or miss, what was shared, and the work. /reset forgets all but the
 document, /save FILE keeps the conversation, Ctrl-C ends an answer, Ctrl-D the conversation. Which prefix a
 question gets is decided in `Conversation.prefix`; everything else is the engine's. To be rid of all this,
-delete this file and the lines of generate.py and options.py that name it. Checked: tests/test_chat.py.
+delete this file and the lines of generate.py and cli/options.py that name it. Checked: tests/test_chat.py.
 """
 import json
 import os
@@ -18,8 +18,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from files import BadInput, say
-from terminal import Watch, cut
+from cli.lines import say
+from cli.terminal import Watch, cut
+from files import BadInput
 
 COMMANDS = "/reset, /save FILE, /quit"
 

@@ -1,0 +1,7 @@
+"""What generate.py is made of. The engine knows nothing of it.
+
+    options.py     the command line, and the texts that it names
+    lines.py       requests as JSON lines in, results as JSON lines out
+    terminal.py    the live canvas and the trace
+    chat.py        a conversation
+"""
