@@ -222,7 +222,7 @@ def test_parts_make_the_whole_and_a_stopped_run_goes_on(setups, monkeypatch, tmp
     torn = tmp_path / "torn.jsonl"
     torn.write_text("".join(lines)[:-10])
     code, out, err = bench(capsys, "--report", torn)
-    assert code == 2 and f"line {len(lines)} of {torn} is no result" in err
+    assert code == 2 and f"line {len(lines)} of {torn} is no JSON" in err
 
 
 @pytest.mark.parametrize("args, words", [
