@@ -1,4 +1,5 @@
-"""The embedded checkpoint does its job: it reads staff lists that it has never seen, with and without a cache."""
+"""The embedded checkpoint does its job: it reads staff lists that it has never seen, with and without a
+cache."""
 import json
 import random
 import sys
@@ -18,7 +19,8 @@ TINY = ROOT / "checkpoints" / "tiny"
 
 @pytest.fixture(scope="module")
 def questions():
-    """Two lookups, a reverse and a two-hop question about each of ten held-out documents of 3 to 30 people."""
+    """Two lookups, a reverse and a two-hop question about each of ten held-out documents of 3 to 30
+    people."""
     rng, asked = random.Random("held out for the tests"), []
     for people in range(3, 31, 3):
         text, qa = sample(rng, people)
@@ -29,7 +31,8 @@ def questions():
 
 @pytest.mark.parametrize("cache", ["none", "bicache"])
 def test_held_out_documents(questions, cache):
-    """Lookups are right in at least 18 of 20 cases, and nine of ten of the others; metrics.json has the figures over more."""
+    """Lookups are right in at least 18 of 20 cases, and nine of ten of the others; metrics.json has the
+    figures over more."""
     engine = Engine.from_folder(TINY, cache=cache, max_batch=10)
     requests = []
     for _, text, question, _ in questions:
@@ -43,8 +46,9 @@ def test_held_out_documents(questions, cache):
 
 
 def test_what_naive_reuse_breaks():
-    """"Who besides Ann is in Oslo?" asks for what a prefix run alone cannot know: with its K/V in all layers most answers are
-    wrong. Most are right where nothing is shared, and where the layers below LATE are."""
+    """"Who besides Ann is in Oslo?" asks for what a prefix run alone cannot know: with its K/V in all
+    layers most answers are wrong. Most are right where nothing is shared, and where the layers below LATE
+    are."""
     asked = [ask(random.Random(f"naive breaks/{people}"), "other", people) for people in range(4, 30, 2)]
     right = {}
     for options in (dict(cache="none"), dict(cache="naive"), dict(cache="bicache", depth=LATE)):
@@ -59,7 +63,8 @@ def test_what_naive_reuse_breaks():
 
 
 def test_the_examples_run_without_options(capsys):
-    """`python generate.py`: each question with its answer, the table, a miss and then hits, and the answers without a cache."""
+    """`python generate.py`: each question with its answer, the table, a miss and then hits, and the answers
+    without a cache."""
     assert generate.main([]) == 0
     out = capsys.readouterr().out
     asked = (ROOT / "examples" / "questions.txt").read_text().strip().split("\n")

@@ -1,13 +1,16 @@
-"""What the embedded checkpoint is trained on: sequences of ids, the rows that are masked, and who may not see whom.
+"""What the embedded checkpoint is trained on: sequences of ids, which rows are masked, and who sees whom.
 
-A sequence is `(ids, weights, kinds, sight)`, the first three lists of one length: weight 0 is shown, above 0 is masked and counts
-that much in the loss; kind is an index of STATS. Sight says what rows may not see, in training only; at inference all see all:
+A sequence is `(ids, weights, kinds, sight)`, the first three lists of one length: weight 0 is shown, above
+0 is masked and counts that much in the loss; kind is an index of STATS. Sight says what rows may not see,
+in training only; at inference all see all:
 
-blind:  the last answer sees the document and itself, not the question. What is asked can reach it only through the document's
-        rows: they must find out that they are meant. Most answers to questions of `staff.MARKED` are blind, so that there is
-        something that a prefix run alone cannot know; some answers of other kinds are too, which are easier to begin with.
-alone:  what precedes the last question does not see it, as in a prefix run alone: in all layers (some questions of other kinds:
-        these are to be answered from such a prefix too), or in those below LATE (half of the blind: the rest does it above).
+blind:  the last answer sees the document and itself, not the question. What is asked can reach it only
+        through the document's rows: they must find out that they are meant. Most answers to questions of
+        `staff.MARKED` are blind, so that there is something that a prefix run alone cannot know; some
+        answers of other kinds are too, which are easier to begin with.
+alone:  what precedes the last question does not see it, as in a prefix run alone: in all layers (some
+        questions of other kinds: these are to be answered from such a prefix too), or in those below LATE
+        (half of the blind: the rest does it above).
 """
 from dataclasses import dataclass
 
@@ -32,11 +35,11 @@ class Sight:
 
 
 def restatement(rng, lang: Language, people: int, wordings: int):
-    """The facts twice, in another order and wording; what one copy hides the other shows, so each mask is a lookup."""
+    """The facts twice, in another order and wording: what one copy hides the other shows, to be looked up."""
     persons = staff.team(rng, people)
     again, rate = rng.sample(persons, people), rng.uniform(0.2, 0.7)
     ids = [SYSTEM, *lang.ids(staff.tell(rng, persons, wordings)), END, ASSISTANT]
-    if rng.random() < 0.6:                      # as single facts: of a sentence one value is hidden, rather the second
+    if rng.random() < 0.6:          # as single facts: of a sentence one value is hidden, rather the second
         weights = [0.0] * len(ids)
         for fact in staff.facts(rng, again):
             fact = lang.ids(fact)
@@ -54,8 +57,8 @@ def restatement(rng, lang: Language, people: int, wordings: int):
 
 
 def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: list[float], tail: int):
-    """Questions about one document; the last answer has `tail` EOS behind it, as a request has. Only the last question is of
-    a kind whose answer may be blind."""
+    """Questions about one document; the last answer has `tail` EOS behind it, as a request has. Only the
+    last question is of a kind whose answer may be blind."""
     persons = staff.team(rng, people)
     by_kind = {kind: [] for kind in staff.KINDS}
     for kind, question, answer in staff.questions(rng, persons):
@@ -64,7 +67,8 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
     document = len(ids)
     for turn in range(turns):
         last = turn == turns - 1
-        kind = rng.choices(staff.KINDS, [s * (last or k not in staff.MARKED) for k, s in zip(staff.KINDS, shares)])[0]
+        allowed = [share * (last or kind not in staff.MARKED) for kind, share in zip(staff.KINDS, shares)]
+        kind = rng.choices(staff.KINDS, allowed)[0]
         kind = kind if by_kind[kind] else "lookup"
         question, answer = rng.choice(by_kind[kind])
         start, answer = len(ids), lang.ids(answer)
@@ -80,7 +84,7 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
         ids += region
     # Who sees whom in the last turn; the share of blind easy answers falls as they come right.
     draw, easy = rng.random(), kind not in staff.MARKED
-    unknown = shares[-1]                        # of STATS the last: what blind answers of the easy kinds still lack
+    unknown = shares[-1]                # of STATS the last: what blind answers of the easy kinds still lack
     blind = draw > SEEING if not easy else turns == 1 and kind != "counting" and draw < 0.2 + 0.12 * unknown
     if blind and easy:
         kinds[asked:] = [STATS.index("blind")] * (len(ids) - asked)
@@ -89,14 +93,15 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
 
 
 def batch(rng, lang: Language, most: int, shares: list[float], tokens: int):
-    """Sequences of one form and about one length, `tokens` in all: (ids, weights, kinds, biases, tokens), the first three
-    (B, T); a bias (B, 1, 1 or T, T) for the layers below LATE and one for the others is added to the scores."""
+    """Sequences of one form and about one length, `tokens` in all: (ids, weights, kinds, biases, tokens),
+    the first three (B, T); a bias (B, 1, 1 or T, T) for the layers below LATE and one for the others is
+    added to the scores."""
     people = rng.randint(2, most if rng.random() < 0.4 else min(most, 12))
     form, told = rng.random(), 0.4 if most < 8 else 0.04
     turns, tail = rng.randint(3, 12), rng.randint(1, 4)
     if form > told + (1 - told) * 0.4:          # a single question, as in a request
         turns, tail = 1, rng.randint(1, 130 if people < 8 and rng.random() < 0.3 else 42)
-    rows, total, wordings = [], 0, max(1, min(len(staff.WORDINGS), most - 3))               # one wording first
+    rows, total, wordings = [], 0, max(1, min(len(staff.WORDINGS), most - 3))       # one wording first
     while total < tokens:
         rows.append(restatement(rng, lang, min(people, 16), wordings) if form < told
                     else chat(rng, lang, people, wordings, turns, shares, tail))
@@ -106,13 +111,17 @@ def batch(rng, lang: Language, most: int, shares: list[float], tokens: int):
     ids, weights, kinds = (torch.tensor([part + [fill] * (T - len(part)) for part in parts])
                            for parts, fill in zip(zip(*rows), (EOS, 0.0, 0)))
     sights, at = [row[3] for row in rows], torch.arange(T)
-    of = lambda name: torch.tensor([getattr(sight, name) for sight in sights]).unsqueeze(1)                     # (B, 1)
+
+    def of(name):
+        return torch.tensor([getattr(sight, name) for sight in sights]).unsqueeze(1)        # (B, 1)
+
     hide = (at >= lengths)[:, None]             # padding; (B, 1 or T, T)
     if of("blind").any():
-        hide = hide | (of("blind") & (at >= of("answer")))[:, :, None] & ((at >= of("document")) & (at < of("answer")))[:, None]
+        between = (at >= of("document")) & (at < of("answer"))
+        hide = hide | (of("blind") & (at >= of("answer")))[:, :, None] & between[:, None]
     biases = []
     for alone in of("alone").unbind(-1):
-        alone = alone & (at <= of("question"))  # up to the mark of the user's turn: that is the prefix of a request
+        alone = alone & (at <= of("question"))  # up to the mark of the user's turn: the prefix of a request
         more = hide | alone[:, :, None] & (at > of("question"))[:, None] if alone.any() else hide
         biases.append(torch.where(more, -1e9, 0.0)[:, None])
     return ids, weights, kinds, biases, total

@@ -1,8 +1,9 @@
-"""The language that the embedded checkpoint reads and writes: staff lists in English, and questions about them.
+"""The language of the embedded checkpoint: staff lists in English, and questions about them.
 
-A staff list says of each person the room, the city and the manager (one of the list; one person leads the team). All
-is drawn from a `random.Random`, so the same seed gives the same document. Questions have exactly one answer, a sentence that
-restates the fact; for those in MARKED it only names the person, so that no part of an answer tells the rest of it:
+A staff list says of each person the room, the city and the manager (one of the list; one person leads the
+team). All is drawn from a `random.Random`, so the same seed gives the same document. Questions have exactly
+one answer, a sentence that restates the fact; for those in MARKED it only names the person, so that no part
+of an answer tells the rest of it:
 
     python tools/staff.py --people 5 --seed 1           # print a document with its questions and answers
 
@@ -19,17 +20,18 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-NAMES = ("Ada Amy Ann Ben Bob Cal Dan Dana Dora Ed Ella Emma Eva Finn Fred Gina Gus Hal Hans Ida Ivan Jack Jane Jim "
-         "Joan John Kate Ken Kim Lara Lee Leo Lily Liz Max Mia Nina Noah Nora Olga Omar Otto Paul Pia Ray Rosa Ruth "
-         "Sam Sara Ted Tina Tom Uma Vera Walt Will Yan Zoe").split()
+NAMES = (
+    "Ada Amy Ann Ben Bob Cal Dan Dana Dora Ed Ella Emma Eva Finn Fred Gina Gus Hal Hans Ida Ivan Jack "
+    "Jane Jim Joan John Kate Ken Kim Lara Lee Leo Lily Liz Max Mia Nina Noah Nora Olga Omar Otto Paul Pia "
+    "Ray Rosa Ruth Sam Sara Ted Tina Tom Uma Vera Walt Will Yan Zoe").split()
 CITIES = "Accra Bern Cairo Delhi Lima Oslo Paris Quito Riga Rome Sofia Tokyo".split()
 ROOMS = range(10, 100)
 KINDS = ("lookup", "reverse", "two_hop", "counting", "both", "other")
-MARKED = ("both", "other")      # two conditions that together one person meets; trained so that a prefix run alone cannot know
-MOST = 6                        # people in one city, and people who report to one manager: so counts are small
+MARKED = ("both", "other")      # two conditions; trained so that a prefix run alone cannot know who is meant
+MOST = 6                        # in one city, and who report to one manager: so counts are small
 
 OPENING = "Staff list:"
-# A person in one wording; {boss} is filled from BOSS or LEAD. The name stands before its values in all of them.
+# A person in one wording; {boss} is filled from BOSS or LEAD. The name stands before its values in all.
 WORDINGS = (
     "{name} is in room {room} in {city} and {boss}.",
     "{name} works in {city}, in room {room}, and {boss}.",
@@ -41,9 +43,11 @@ BOSS, LEAD = "reports to {manager}", "leads the team"
 # The tokenizer of the checkpoint
 SPECIAL = ["<|mask|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 MASK, EOS, SYSTEM, USER, ASSISTANT, END = range(6)
-TEMPLATE = ("{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>{% endfor %}"
+TEMPLATE = ("{% for message in messages %}"
+            "<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
-SPARE = "Where When Yes No yes no not nobody office boss desk person named manage under based called at from on with for how many 0"
+SPARE = ("Where When Yes No yes no not nobody office boss desk person named manage under based called at "
+         "from on with for how many 0")
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def facts(rng: random.Random, persons: list[Person]) -> list[str]:
 
 
 def questions(rng: random.Random, persons: list[Person]) -> list[tuple[str, str, str]]:
-    """All facts that have exactly one answer, each asked once in one of its wordings, as (kind, question, answer)."""
+    """All facts that have exactly one answer, each asked once, as (kind, question, answer)."""
     by_name = {p.name: p for p in persons}
     out, in_city = [], {}
 
@@ -104,7 +108,8 @@ def questions(rng: random.Random, persons: list[Person]) -> list[tuple[str, str,
         ask("lookup", city, f"Which city is {p.name} in?", f"What is the city of {p.name}?")
         ask("reverse", room, f"Who is in room {p.room}?", f"Who has room {p.room}?")
         if not p.manager:
-            ask("lookup", f"{p.name} leads the team.", f"Who does {p.name} report to?", f"Who is {p.name}'s manager?")
+            ask("lookup", f"{p.name} leads the team.", f"Who does {p.name} report to?",
+                f"Who is {p.name}'s manager?")
             ask("reverse", f"{p.name} leads the team.", "Who leads the team?")
             continue
         fact, m = f"{p.name} reports to {p.manager}", by_name[p.manager]
@@ -123,7 +128,8 @@ def questions(rng: random.Random, persons: list[Person]) -> list[tuple[str, str,
             ask("other", f"It is {name}.", f"Who besides {' and '.join(others)} is in {city}?")
     for p in persons:
         peers = [x for x in persons if p.manager and x.manager == p.manager]
-        if len(in_city[p.city]) > 1 < len(peers) and [x for x in peers if x.city == p.city] == [p]:
+        here = [x for x in peers if x.city == p.city]
+        if len(in_city[p.city]) > 1 < len(peers) and here == [p]:
             ask("both", f"It is {p.name}.", f"Who in {p.city} reports to {p.manager}?")
     return out
 
@@ -137,8 +143,8 @@ def sample(rng: random.Random, people: int | None = None) -> tuple[str, list[tup
 
 
 def ask(rng: random.Random, kind: str, people: int) -> tuple[str, str, str]:
-    """(text, question, answer) of this kind. Documents are drawn until one has such a question, with one person more (up to
-    30) after each twenty that have none: small ones often have none of MARKED."""
+    """(text, question, answer) of this kind. Documents are drawn until one has such a question, with one
+    person more (up to 30) after each twenty that have none: small ones often have none of MARKED."""
     for i in itertools.count():
         text, qa = sample(rng, min(people + i // 20, 30))
         for found, question, answer in qa:
@@ -147,7 +153,7 @@ def ask(rng: random.Random, kind: str, people: int) -> tuple[str, str, str]:
 
 
 class Language:
-    """The tokenizer (byte-level BPE, each word of the language one token) and a quick `ids`, a word at a time."""
+    """The tokenizer (byte-level BPE, each word of the language one token) and a quick `ids`, word by word."""
 
     def __init__(self):
         def texts():
@@ -158,7 +164,7 @@ class Language:
                 yield document
                 yield from (text for _, question, answer in qa for text in (question, answer))
         self.tokenizer = Tokenizer(models.BPE())
-        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)     # first word = inner word
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # first word as inner
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.train_from_iterator(texts(), trainers.BpeTrainer(
             vocab_size=2000, min_frequency=2, special_tokens=SPECIAL, show_progress=False,
@@ -184,7 +190,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="print a staff list with its questions and answers")
     parser.add_argument("--people", type=int, help="persons in the list (default: drawn from 3 to 30)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the document (default 0)")
-    parser.add_argument("--chats", type=int, metavar="N", help="instead: N documents with a question each, kinds in turn, as JSON lines")
+    parser.add_argument("--chats", type=int, metavar="N",
+                        help="instead: N documents with a question each, kinds in turn, as JSON lines")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     for i in range(args.chats or 0):
