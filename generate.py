@@ -91,9 +91,9 @@ def to_requests(chats: list[Chat], engine, folder: str) -> list:
     requests, capped, default, most = [], [], default_length(folder), engine.model.config.max_len
     for chat in chats:
         try:
-            ids, P = render(chat, engine.tokenizer)
-            options = {"prefix_len": P, **chat.options}
-            if "gen_length" not in options:
+            ids, P, canvas = render(chat, engine.tokenizer, engine.model.config.mask_id)
+            options = {"prefix_len": P, "canvas": canvas, **chat.options}
+            if options["canvas"] is None and "gen_length" not in options:
                 options["gen_length"] = min(default, max(most - len(ids), 1))
                 if options["gen_length"] < default:
                     capped.append(options["gen_length"])
@@ -107,10 +107,15 @@ def to_requests(chats: list[Chat], engine, folder: str) -> list:
     return requests
 
 
-def render(chat: Chat, tokenizer) -> tuple[list[int], int | None]:
-    """Ids, and how many of them stand before the last question: the prefix. None: nothing does."""
-    ids, P = tokenizer.render(chat.text | {"raw": True} if chat.raw else chat.text)
-    return ids, P if "prefix" in chat.text or len(chat.text.get("messages", ())) > 1 else None
+def render(chat: Chat, tokenizer, mask_id: int) -> tuple[list[int], int | None, list[int] | None]:
+    """Ids, how many of them stand before the last question, the prefix (None: nothing does), and the canvas
+    of a text with holes."""
+    canvas = None
+    if "infill" in chat.text:
+        ids, P, canvas = infill.read(chat.text["infill"], chat.text.get("prefix", ""), tokenizer, mask_id)
+    else:
+        ids, P = tokenizer.render(chat.text | {"raw": True} if chat.raw else chat.text)
+    return ids, P if "prefix" in chat.text or len(chat.text.get("messages", ())) > 1 else None, canvas
 
 
 def default_length(folder: str) -> int:
@@ -151,11 +156,11 @@ def listeners(args, engine, chats: list, requests: list, output: Lines | None) -
     """Who listens to the events, in the order in which they print. Each keeps only what it will print."""
     told = [Results(chats, output, stdout=args.json)]
     if args.watch:
-        told.append(Watch(requests, engine.tokenizer.decode))
+        told.append(Watch(requests, engine.tokenizer.decode, engine.model.config.mask_id))
     if args.trace:
         told.append(Trace(requests, engine.model.config.layers))
     if not args.json:
-        demo = not (args.prompt or args.requests) and engine.mode != "none"
+        demo = not (args.prompt or args.infill or args.requests) and engine.mode != "none"
         told += [Answers(chats, late=args.watch), Tally(requests, keep=args.compare or demo)]
     return told
 
@@ -169,7 +174,7 @@ class Answers:
 
     def event(self, event) -> None:
         if event.result:
-            self.texts[event.index] = event.result.text.strip()
+            self.texts[event.index] = (self.chats[event.index].lead + event.result.text).strip()
             if not self.late:
                 self.end()
 

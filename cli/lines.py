@@ -20,18 +20,22 @@ class Chat:
     """What to answer.
 
     where: its place, for messages: "line 3 of FILE". text: {"prompt"} with or without "prefix", or
-    {"messages"}, as `Tokenizer.render` takes it. raw: no chat template, if there is one; None: not said.
-    options: fields of `Request`. passed: what goes to the result unread: {"id"}, or nothing.
+    {"messages"}, as `Tokenizer.render` takes it; or {"infill"} with or without "prefix". raw: no chat
+    template, if there is one; None: not said. options: fields of `Request`. passed: what goes to the result
+    unread: {"id"}, or nothing. lead: what the answer's text goes on from, and is told with.
     """
     where: str
     text: dict
     raw: bool | None
     options: dict
     passed: dict
+    lead: str = ""
 
     @property
     def question(self) -> str:
-        return self.text["prompt"] if "prompt" in self.text else self.text["messages"][-1]["content"]
+        if "messages" in self.text:
+            return self.text["messages"][-1]["content"]
+        return self.text["prompt" if "prompt" in self.text else "infill"]
 
 
 def check_chat(value, where: str, known) -> Chat:
@@ -118,7 +122,9 @@ class Results:
     def event(self, event) -> None:
         if not event.result:
             return
-        found = {"index": event.index, **self.chats[event.index].passed, "text": "", **asdict(event.result)}
+        chat = self.chats[event.index]
+        found = {"index": event.index, **chat.passed, "text": "", **asdict(event.result)}
+        found["text"] = chat.lead + found["text"]
         if self.output:
             self.output.write(to_json(found))
         if self.stdout:

@@ -13,6 +13,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+from cli.infill import lead
 from cli.lines import Chat, check_chat
 from files import BadInput, read_lines, read_text
 
@@ -50,6 +51,9 @@ def parse(argv=None) -> argparse.Namespace:
              'what Request knows ("seed", "gen_length", ...), which goes before the options here')
     add("--chat", action="store_true",
         help="a conversation: questions are typed, or piped in, and each knows what was said before")
+    add("--infill", metavar="TEXT|@FILE|-", action="append",
+        help="running text with holes, which are filled: ___ is a token, ___8 are eight; also behind "
+             "--prefix; give it as often as you like")
     add("--raw", action="store_true",
         help="prefix and prompt are one running text, whatever chat template there is")
     add("--template-var", dest="template_vars", metavar="NAME=VALUE", action=Variable,
@@ -168,14 +172,17 @@ def check_options(a: argparse.Namespace) -> None:
     shares = a.cache in (None, "bicache")
     looks_up = shares and a.depth in (None, "auto")
     looked_up = "an effect only with --cache bicache and --depth auto"
-    stdin = [a.requests, a.prefix, *(a.prompt or [])].count("-")
+    asked = [*(a.prompt or []), *(a.infill or [])]
+    stdin = [a.requests, a.prefix, *asked].count("-")
     for bad, why in (
-            (a.requests and (a.prompt or a.prefix),
-             "--requests brings its own prompts; leave out --prompt and --prefix"),
+            (a.requests and (asked or a.prefix),
+             "--requests brings its own prompts; leave out --prompt, --infill and --prefix"),
+            (a.infill and a.gen_length, "--infill has the length of its text; leave out --gen-length"),
+            (a.infill and a.stop, "--infill ends where its text ends; leave out --stop"),
             (a.n is not None and a.n < 1, f"--n is {a.n}; it must be at least 1"),
-            (a.prefix and not (a.prompt or a.chat), "--prefix needs at least one --prompt, or --chat"),
-            (a.chat and (a.prompt or a.requests or a.prefix == "-"),
-             "--chat asks what is typed; leave out --prompt and --requests, and - as --prefix"),
+            (a.prefix and not (asked or a.chat), "--prefix needs a --prompt, an --infill or --chat"),
+            (a.chat and (asked or a.requests or a.prefix == "-"),
+             "--chat asks what is typed; leave out --prompt, --infill and --requests, and - as --prefix"),
             (a.chat and (a.json or a.output or a.watch or a.trace or a.compare or a.n),
              "--chat prints a conversation, and /save keeps it; leave out --json, --output, --watch, "
              "--trace and --compare"),
@@ -206,7 +213,8 @@ def read_chats(a: argparse.Namespace) -> list[Chat]:
     number i, from 0, is --seed + i modulo 2**32, unless its line has one of its own."""
     from request import Request             # only now: --help and a bad option do not wait for torch
     names = {f.name for f in fields(Request)} - {"prompt"}
-    chats = requests_file(a.requests, names) if a.requests else prompts(a) if a.prompt else demo()
+    asked = prompts(a) + infills(a)
+    chats = requests_file(a.requests, names) if a.requests else asked or demo()
     chats = [copy for chat in chats for copy in copies(chat, a.n or 1)]
     common = given(a, names)
     seed = common.get("seed", Request.seed)
@@ -260,7 +268,14 @@ def requests_file(path: str, names: set) -> list[Chat]:
 def prompts(a: argparse.Namespace) -> list[Chat]:
     shared = {"prefix": text(a.prefix)} if a.prefix else {}
     return [Chat(f"--prompt number {i}", {**shared, "prompt": text(value)}, None, {}, {})
-            for i, value in enumerate(a.prompt, 1)]
+            for i, value in enumerate(a.prompt or [], 1)]
+
+
+def infills(a: argparse.Namespace) -> list[Chat]:
+    shared = {"prefix": text(a.prefix)} if a.prefix else {}
+    texts = [text(value) for value in a.infill or []]
+    return [Chat(f"--infill number {i}", {**shared, "infill": holed}, True, {}, {}, lead(holed))
+            for i, holed in enumerate(texts, 1)]
 
 
 def demo() -> list[Chat]:
@@ -280,7 +295,7 @@ def text(value: str) -> str:
 
 def files_read(a: argparse.Namespace) -> list[str]:
     """The names of all files that `read_chats` reads."""
-    values = [a.prefix or "", *(a.prompt or [])]
+    values = [a.prefix or "", *(a.prompt or []), *(a.infill or [])]
     names = [value[1:] for value in values if value.startswith("@") and not value.startswith("@@")]
     return names + [a.requests] * bool(a.requests)
 

@@ -16,15 +16,15 @@ PAUSE = 0.01            # seconds after each drawing: slow enough to see
 class Watch:
     """The answers on their way, one line each, drawn over themselves; a finished one stays above them."""
 
-    def __init__(self, requests: list, decode):
-        self.requests, self.decode = requests, decode
+    def __init__(self, requests: list, decode, mask_id: int):
+        self.requests, self.decode, self.mask_id = requests, decode, mask_id
         self.running, self.drawn = {}, 0        # index -> token or None for each place; lines on the screen
         self.slept = 0.0                        # seconds, which are no work of the engine's
         self.shade = "░" if can_show("░") else "_"
 
     def event(self, event) -> None:
         """Take in what was committed, and draw."""
-        canvas = self.running.setdefault(event.index, [None] * self.requests[event.index].gen_length)
+        canvas = self.running.setdefault(event.index, self.at_first(self.requests[event.index]))
         for place, token in event.committed:
             canvas[place] = token
         columns, lines = shutil.get_terminal_size()
@@ -35,6 +35,12 @@ class Watch:
         self.draw(finished, self.lines(columns, lines - 1), lines - 1)
         time.sleep(PAUSE)
         self.slept += PAUSE
+
+    def at_first(self, request) -> list:
+        """A token, or None, for each place."""
+        if request.canvas is None:
+            return [None] * request.gen_length
+        return [None if token == self.mask_id else token for token in request.canvas]
 
     def lines(self, columns: int, room: int) -> list[str]:
         """The running answers, in at most `room` lines: what cannot be reached can not be drawn over."""

@@ -1,11 +1,18 @@
 """Infilling: a canvas that is given in part. What is given stays, what is open is decided as anywhere
 else."""
+import json
+import re
+
 import pytest
 import torch
-from conftest import prompt, tiny
+from conftest import ROOT, prompt, tiny
 from reference import plain
 
+import generate
+from cli import infill
+from cli.terminal import Watch
 from engine import Engine, Request
+from tokenizer import Tokenizer
 
 MODES = [dict(cache="none"), dict(cache="none", window="block"), dict(cache="intra", refresh=3),
          dict(cache="naive"), dict(depth=2, refresh=4), dict(depth=3, refresh=2, window="rest"),
@@ -97,7 +104,7 @@ def test_eos_ends_a_canvas_only_behind_what_is_given():
     model.norm.weight.zero_()           # all hidden states vanish but for a constant: one token for every row
     model.norm.weight[0] = 1
     model.head.weight.zero_()
-    eos, mask = model.config.eos_id, model.config.mask_id
+    eos, mask = model.config.eos_ids[0], model.config.mask_id
     model.embed.weight[:, 0] = 1e4
     model.head.weight[eos, 0] = 1
     for canvas, tokens, reason, forwards in (
@@ -133,3 +140,78 @@ def test_a_canvas_is_any_sequence_of_ints(model):
     engine.check(request)
     assert request.canvas == [mask, 4] and request.gen_length == 2
     assert engine.generate([request])[0].tokens[1] == 4
+
+
+# -- texts with holes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["random", "embedded"])
+def tokenizer(request, text_folder):
+    return Tokenizer.from_folder(text_folder if request.param == "random" else ROOT / "checkpoints" / "tiny")
+
+
+@pytest.mark.parametrize("prefix, text, words", [
+    ("", "Hans works in ___ and has room ___.", (" Riga", " 37")),
+    ("Staff list: Ida is in Rome. ", "Hans ___ in Riga, ___3\nand ___", (" works", " in room 37", " so on")),
+    ("Staff list:", " ___, Tom", (" Ann",)),
+    ("", 'He said "___" twice.', ("yes",)),
+    ("", "one_two __ ____ ___2 three", (" and", " and")),
+])
+def test_filled_by_hand_it_is_the_whole_text(tokenizer, prefix, text, words):
+    """Symptom: "is ___ and" leaves a lone space in front of the hole, or "___." gets one behind it. With the
+    ids of words in the holes, prompt and canvas are the ids of the text with these words; the prefix' are the
+    first."""
+    ids, P, canvas = infill.read(text, prefix, tokenizer, mask_id=-1)
+    sizes = [int(n or 1) for n in infill.HOLE.split(text)[1::2]]
+    for size, word in zip(sizes, words, strict=True):
+        at = canvas.index(-1)
+        assert canvas[at:at + size] == [-1] * size
+        canvas[at:at + size] = infill.amid(word, tokenizer)
+    full = prefix + text
+    for word in words:
+        hole = infill.HOLE.search(full)
+        full = full[:hole.start()].removesuffix(" ") + word + full[hole.end():]
+    assert -1 not in canvas and ids + canvas == tokenizer.encode(full)
+    assert (P > 0) == bool(prefix) and prefix.startswith(tokenizer.decode(ids[:P]).strip())
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--infill", "a text"], "--infill number 1: 'a text' has no hole; write ___ for an open token"),
+    (["--infill", "a ___", "--infill", " ___ b"], "number 2: ' ___ b' starts with a hole; put at least a"),
+    (["--infill", "a ___600"], "make 60. tokens and the model takes 512"),
+    (["--infill", "a ___", "--gen-length", "4"], "has the length of its text; leave out --gen-length"),
+    (["--infill", "a ___", "--stop", "b"], "--infill ends where its text ends; leave out --stop"),
+    (["--infill", "a ___", "--requests", "x"], "leave out --prompt, --infill and --prefix"),
+    (["--infill", "a ___", "--block-length", "2"], "block_length is 2; .* the number of open places \\(1\\)"),
+])
+def test_bad_infill(text_folder, capsys, args, says):
+    assert generate.main(["--model", str(text_folder), *args]) == 2
+    error = capsys.readouterr().err
+    assert re.search(says, error) and error.count("\n") == 1
+
+
+def test_infill_on_the_command_line(text_folder, capsys):
+    """Two texts behind a shared prefix, beside a prompt: both are told whole, in JSON and in text, with what
+    was given as it was given; the second one hits the prefix' cache."""
+    prefix = "The weights are random. They are decisive. "
+    args = ["--model", str(text_folder), "--prefix", prefix, "--depth", "2"]
+    holed = "The weights ___ random ___3 decisive.", "They ___2 tiny."
+    args += ["--infill", holed[0], "--infill", holed[1], "--prompt", "Why?"]
+    assert generate.main([*args, "--json"]) == 0
+    lines = sorted(map(json.loads, capsys.readouterr().out.splitlines()), key=lambda line: line["index"])
+    assert [line["finish_reason"] for line in lines[1:]] == ["length"] * 2
+    assert lines[1]["text"].startswith("The weights") and lines[1]["text"].endswith(" decisive.")
+    assert " random" in lines[1]["text"] and lines[2]["text"].endswith(" tiny.")
+    assert [line["forwards"] for line in lines[1:]] == [4, 2] and lines[2]["hit"]
+    assert generate.main(args) == 0
+    out = capsys.readouterr().out
+    for question, line in zip(holed, lines[1:]):
+        assert f"Q  {question}\nA  {line['text'].strip()}\n" in out
+
+
+def test_watch_shows_what_is_given(model):
+    """The given tokens stand in the line from the first step on."""
+    request = Request([1], canvas=[0, 7, 0], stop_at_eos=False)
+    watch = Watch([request], decode=lambda ids: "".join(f"<{i}>" for i in ids), mask_id=0)
+    assert watch.at_first(request) == [None, 7, None]
+    assert watch.at_first(Request([1], gen_length=2)) == [None, None]

@@ -15,7 +15,7 @@ def watch(monkeypatch, capsys):
     """A terminal of 20 columns and 5 lines, and requests that generate the bytes of a text."""
     monkeypatch.setattr(terminal, "PAUSE", 0)
     monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: (20, 5))
-    return lambda n=1, G=6: Watch([Request([1], gen_length=G) for _ in range(n)], BYTES.decode)
+    return lambda n=1, G=6: Watch([Request([1], gen_length=G) for _ in range(n)], BYTES.decode, 0)
 
 
 def event(index, committed, done=False):
