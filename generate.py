@@ -18,6 +18,7 @@ import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from cli import infill
 from cli.lines import Chat, Lines, Results, say
 from cli.options import files_read, given, parse, read_chats, read_conversation, refuse
 from cli.terminal import Trace, Watch
