@@ -129,7 +129,7 @@ def hub_name(folder) -> str:
 def read_json(path: Path) -> dict:
     """The JSON object in a file; empty if there is no such file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        raw = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
     except (ValueError, RecursionError) as e:
         raise BadInput(f"{path} is not valid JSON ({e})") from e
     if not isinstance(raw, dict):
@@ -197,13 +197,13 @@ def _mask_id(path: Path, family: Family, own, named):
     """The mask token's id: config.json's own (or its class' default) and what else names one must agree."""
     if own is not None and named is not None and own != named:
         raise BadInput(f"{path} gives the mask token the id {own}, and the tokenizer (its files, or "
-                         f"mask_token) gives it {named}; mend the one that is wrong")
+                       f"mask_token) gives it {named}; mend the one that is wrong")
     if own is None and named is None:
         start = f"{path} names no mask token"
         if family.plain:
             start += ", so that this may be an ordinary autoregressive model"
         raise BadInput(f"{start}; if it is a masked diffusion model, its tokenizer has one: name it with "
-                         "mask_token (--mask-token '<M>')")
+                       "mask_token (--mask-token '<M>')")
     return named if own is None else own
 
 
@@ -227,7 +227,7 @@ def _refuse_other_arithmetic(path: Path, raw: dict, family: Family) -> None:
              if key in raw and key not in read and any(value not in fine for value in _settings(raw[key]))]
     if wrong:
         raise BadInput(f"{path} has {', '.join(wrong)}: that changes what the model computes, and is not "
-                         "done here")
+                       "done here")
 
 
 def _settings(value) -> list:
@@ -253,4 +253,4 @@ def _check_numbers(path: Path, family: Family, values: dict) -> None:
     for what, i in [("mask token", values["mask_id"]), *(("EOS token", i) for i in values["eos_ids"])]:
         if i >= values["vocab"]:
             raise BadInput(f"the {what} of {path.parent} has the id {i} and no row in the embedding, whose "
-                             f"ids run from 0 to {values['vocab'] - 1}")
+                           f"ids run from 0 to {values['vocab'] - 1}")
