@@ -69,6 +69,8 @@ def random_model(config: Config, device, dtype, seed: int, compile: bool) -> Tra
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     model.to_empty(device=device).eval().requires_grad_(False)
+    if config.tied:
+        model.head.weight = model.embed.weight                  # to_empty makes two of one
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
