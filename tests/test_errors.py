@@ -92,7 +92,8 @@ GOOD = dict(prompt=[1, 2, 3], gen_length=8)
     (dict(stop=("end",)), "the engine has no tokenizer to find texts with"),
 ])
 def test_bad_request(llada, bad, says, monkeypatch):
-    """Refused at the call of `stream`, before anything runs, also when it is the second of two; then it is named."""
+    """Refused at the call of `stream`, before anything runs, also when it is the second of two; then it is
+    named."""
     engine = Engine(llada, depth=2, cache_mb=4)
     monkeypatch.setattr(engine, "step", None)
     with pytest.raises(ValueError, match=says):
@@ -102,24 +103,34 @@ def test_bad_request(llada, bad, says, monkeypatch):
 
 
 @pytest.mark.parametrize("bad, says", [
-    (dict(cache="full"), "cache is 'full'"), (dict(window="some"), "window is 'some'"), (dict(depth=5), "depth is 5"),
-    (dict(depth=-1), "depth is -1"), (dict(depth="deep"), "depth is 'deep'"), (dict(refresh=0), "refresh is 0"),
-    (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"), (dict(cache_mb=0), "cache_mb is 0"),
-    (dict(refresh="16"), "refresh is '16'"), (dict(max_batch=True), "max_batch is True"), (dict(cache_mb="big"), "cache_mb is 'big'"),
-    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0."), (dict(measure=-1, table={5: 1}), "measure is -1"),
-    (dict(measure=1.5), "measure is 1.5"), (dict(measure=True), "measure is True"), (dict(self_profile=1.5), "self_profile is 1.5"),
+    (dict(cache="full"), "cache is 'full'"), (dict(window="some"), "window is 'some'"),
+    (dict(depth=5), "depth is 5"),
+    (dict(depth=-1), "depth is -1"), (dict(depth="deep"), "depth is 'deep'"),
+    (dict(refresh=0), "refresh is 0"),
+    (dict(refresh=1.5), "refresh is 1.5"), (dict(max_batch=0), "max_batch is 0"),
+    (dict(cache_mb=0), "cache_mb is 0"),
+    (dict(refresh="16"), "refresh is '16'"), (dict(max_batch=True), "max_batch is True"),
+    (dict(cache_mb="big"), "cache_mb is 'big'"),
+    (dict(cache_mb=0.01), "a cache of 0.01 MB holds no page; set cache_mb to 0."),
+    (dict(measure=-1, table={5: 1}), "measure is -1"),
+    (dict(measure=1.5), "measure is 1.5"), (dict(measure=True), "measure is True"),
+    (dict(self_profile=1.5), "self_profile is 1.5"),
     (dict(self_profile=True), "self_profile is True"), (dict(self_profile=0.9, measure=0), "measure is 0"),
-    (dict(measure=4), "no depth table to hold against"), (dict(self_profile=0.9, table={5: 1}), "exclude each other"),
-    (dict(measure=4, depth=2), "an effect only with"), (dict(self_profile=0.9, cache="intra"), "an effect only with")])
+    (dict(measure=4), "no depth table to hold against"),
+    (dict(self_profile=0.9, table={5: 1}), "exclude each other"),
+    (dict(measure=4, depth=2), "an effect only with"),
+    (dict(self_profile=0.9, cache="intra"), "an effect only with")])
 def test_bad_engine(llada, bad, says):
     with pytest.raises(ValueError, match=says):
         Engine(llada, **{"table": {}} | bad)
 
 
 def test_budget_too_small_says_how_much_is_needed(model):
-    """A request that can never fit is refused at submission with the megabytes it needs, and those suffice."""
+    """A request that can never fit is refused at submission with the megabytes it needs, and those
+    suffice."""
     request = Request(prompt(200), prefix_len=190, gen_length=20)
-    with pytest.raises(ValueError, match=r"needs [\d.]+ MB of cache and the budget is 0.20 MB; set cache_mb to ([\d.]+)") as e:
+    says = r"needs [\d.]+ MB of cache and the budget is 0.20 MB; set cache_mb to ([\d.]+)"
+    with pytest.raises(ValueError, match=says) as e:
         Engine(model, depth=2, cache_mb=0.2).generate([request])
     need = float(str(e.value).rsplit("set cache_mb to ")[1].split(" or")[0])
     result, = Engine(model, depth=2, cache_mb=need).generate([request])
@@ -127,8 +138,8 @@ def test_budget_too_small_says_how_much_is_needed(model):
 
 
 def test_requests_wait_for_room_and_all_are_served(model):
-    """Symptom: the loop spins or starves when the cache holds one request at a time. Eight requests whose pages fit only one
-    by one are served in order, with the tokens they have alone."""
+    """Symptom: the loop spins or starves when the cache holds one request at a time. Eight requests whose
+    pages fit only one by one are served in order, with the tokens they have alone."""
     requests = [Request(prompt(150, seed=i), prefix_len=140, gen_length=4) for i in range(8)]
     alone = [Engine(model, depth=2, cache_mb=8).generate([r])[0].tokens for r in requests]
     small = Engine(model, depth=2, cache_mb=0.72 if model.config.kv_heads == 4 else 0.45)
@@ -149,8 +160,9 @@ def test_two_streams_on_one_full_cache(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_non_finite_logits(model, dtype):
-    """Symptom: NaN logits turn into token 0, silently; or one request that makes NaN or infinity leaves some in its pages, and
-    the next request on them is refused, too. The step, the request and a remedy are named, and the pages are clean after."""
+    """Symptom: NaN logits turn into token 0, silently; or one request that makes NaN or infinity leaves some
+    in its pages, and the next request on them is refused, too. The step, the request and a remedy are named,
+    and the pages are clean after."""
     broken = tiny(model.config.shift, seed=2).to(dtype)
     broken.head.weight[7] = 0               # so that no answer holds the token that breaks
     broken.embed.weight[7] = math.nan if dtype == torch.float32 else math.inf
@@ -167,7 +179,8 @@ def test_non_finite_logits(model, dtype):
 
 
 def test_an_interrupt_while_encoding_leaves_no_half_entry(model, monkeypatch):
-    """Symptom: a prefix whose encoding was interrupted is found later, with empty pages. It is forgotten, its pages freed."""
+    """Symptom: a prefix whose encoding was interrupted is found later, with empty pages. It is forgotten, its
+    pages freed."""
     engine = Engine(model, depth=2, cache_mb=4)
     free = len(engine.cache.free)
 
@@ -180,7 +193,8 @@ def test_an_interrupt_while_encoding_leaves_no_half_entry(model, monkeypatch):
 
 
 def test_an_interrupt_while_encoding_for_guidance(model, monkeypatch):
-    """Symptom: interrupted while the shadow's prefix is encoded, the request's own pages and its entry stay taken for ever."""
+    """Symptom: interrupted while the shadow's prefix is encoded, the request's own pages and its entry stay
+    taken for ever."""
     engine, calls = Engine(model, depth=2, cache_mb=4), []
     write = engine.cache.write_boundaries
 
@@ -198,14 +212,17 @@ def test_an_interrupt_while_encoding_for_guidance(model, monkeypatch):
 
 
 GPU_IS_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
-CPU_IS_FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you")
+CPU_IS_FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate "
+                           "memory: you tried to allocate ...")
 
 
 @pytest.mark.parametrize("full", [GPU_IS_FULL, CPU_IS_FULL, MemoryError()])
 def test_memory_that_does_not_suffice(model, monkeypatch, full):
-    """Symptom: a cache or weights larger than memory, or a step on a full GPU, end in the allocator's traceback.
-    A sentence says what was asked for and what to set, from the library, too; what a step held is free again."""
-    with pytest.raises(ValueError, match=r"cache_mb is 1.09951e\+12 and this machine has \d+ MB in all; set it to less"):
+    """Symptom: a cache or weights larger than memory, or a step on a full GPU, end in the allocator's
+    traceback. A sentence says what was asked for and what to set, from the library, too; what a step held is
+    free again."""
+    with pytest.raises(ValueError,
+                       match=r"cache_mb is 1.09951e\+12 and this machine has \d+ MB in all; set it to less"):
         Engine(model, depth=2, cache_mb=2**40 - 1)
     engine, request = Engine(model, depth=2, cache_mb=4), Request(prompt(20), prefix_len=9, gen_length=4)
     right, free, step = engine.generate([request])[0].tokens, len(engine.cache.free), engine.step
@@ -213,15 +230,18 @@ def test_memory_that_does_not_suffice(model, monkeypatch, full):
     def fail(*_, **__):
         raise full
     monkeypatch.setattr(engine, "step", fail)
-    with pytest.raises(ValueError, match=r"not enough memory for a step on cpu with 1 running; set max_batch \(8\)"):
+    with pytest.raises(ValueError,
+                       match=r"not enough memory for a step on cpu with 1 running; set max_batch \(8\)"):
         engine.generate([request])
     monkeypatch.setattr(engine, "step", step)
     assert len(engine.cache.free) == free and engine.generate([request])[0].tokens == right
     monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(ValueError, match="not enough memory for a cache of 4 MB on cpu; set cache_mb to less"):
+    with pytest.raises(ValueError,
+                       match="not enough memory for a cache of 4 MB on cpu; set cache_mb to less"):
         Engine(model, depth=2, cache_mb=4)
     monkeypatch.setattr("engine.load", fail)
-    with pytest.raises(ValueError, match="not enough memory for the weights of .* as float32 on cpu; use dtype"):
+    with pytest.raises(ValueError,
+                       match="not enough memory for the weights of .* as float32 on cpu; use dtype"):
         Engine.from_folder(GOLDEN / "llada", depth=2)
 
 
@@ -238,8 +258,9 @@ def test_another_error_of_torch_stays(model, monkeypatch):
 
 @pytest.mark.parametrize("prefix_len", [None, 40])
 def test_what_is_accepted_can_be_served(model, prefix_len):
-    """Symptom: a request passes the check and then fails for want of room, with guidance (twice the pages) or where the
-    boundary states run out first. Over a range of budgets: refused at the start with a budget that suffices, or served."""
+    """Symptom: a request passes the check and then fails for want of room, with guidance (twice the pages) or
+    where the boundary states run out first. Over a range of budgets: refused at the start with a budget that
+    suffices, or served."""
     shared, c = prompt(40), model.config
     for budget in (0.1 + 0.02 * i for i in range(60)):
         engine = Engine(model, depth=3, cache_mb=budget)
@@ -255,8 +276,10 @@ def test_what_is_accepted_can_be_served(model, prefix_len):
 
 def test_nothing_is_evicted_in_vain(model):
     """Symptom: a waiting request evicts entries for a prefix that it then cannot start with."""
-    engine = Engine(model, depth=2, cache_mb=0.99 if model.config.kv_heads == 4 else 0.64)      # 30 pages; the second takes 26
-    small = [Request(prompt(20, seed=i) + [1], prefix_len=20, gen_length=8, stop_at_eos=False) for i in (1, 2)]
+    # 30 pages; the second takes 26
+    engine = Engine(model, depth=2, cache_mb=0.99 if model.config.kv_heads == 4 else 0.64)
+    small = [Request(prompt(20, seed=i) + [1], prefix_len=20, gen_length=8, stop_at_eos=False)
+             for i in (1, 2)]
     engine.generate(small)
     entries = set(engine.cache.entries)
     stream = engine.stream([small[0], Request(prompt(280, seed=9), prefix_len=200, gen_length=4)])
@@ -266,14 +289,16 @@ def test_nothing_is_evicted_in_vain(model):
 
 
 def test_prompts_may_be_tensors(model):
-    """Symptom: a tensor as prompt never shares, because its elements hash by identity. It becomes a list of ints."""
+    """Symptom: a tensor as prompt never shares, because its elements hash by identity. It becomes a list of
+    ints."""
     engine = Engine(model, depth=2, cache_mb=4)
     ids = torch.tensor(prompt(30))
-    assert [r.hit for r in engine.generate([Request(ids, prefix_len=20, gen_length=2) for _ in range(2)])] == [False, True]
+    twice = [Request(ids, prefix_len=20, gen_length=2) for _ in range(2)]
+    assert [r.hit for r in engine.generate(twice)] == [False, True]
     assert engine.generate([Request(prompt(30), prefix_len=20, gen_length=2)])[0].hit
 
 
-# -- model folders ----------------------------------------------------------------------------------------------------
+# -- model folders -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["llada", "dream"])
@@ -283,7 +308,8 @@ def folder(request, tmp_path):
 
 def edit_config(folder, **values):
     path = folder / "config.json"
-    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | values).items() if v is not ...}))
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | values).items()
+                                if v is not ...}))
 
 
 def test_unknown_model_type(folder):
@@ -292,7 +318,8 @@ def test_unknown_model_type(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("option, says", [(dict(dtype="float12"), "dtype is float12"), (dict(dtype="int8"), "dtype is int8"),
+@pytest.mark.parametrize("option, says",
+                         [(dict(dtype="float12"), "dtype is float12"), (dict(dtype="int8"), "dtype is int8"),
                                           (dict(device="foo"), "device is foo")])
 def test_bad_device_and_dtype(folder, option, says):
     with pytest.raises(ValueError, match=says):
@@ -325,7 +352,8 @@ def test_config_missing_or_broken(folder):
 
 
 def test_tensors_that_do_not_fit_are_all_named_at_once(folder):
-    """Symptom: a missing head is silently random. Missing, left-over and mis-shaped tensors come in one message."""
+    """Symptom: a missing head is silently random. Missing, left-over and mis-shaped tensors come in one
+    message."""
     weights = load_file(folder / "model.safetensors")
     gone, bent = sorted(weights)[0], sorted(weights)[5]
     del weights[gone]
@@ -335,7 +363,8 @@ def test_tensors_that_do_not_fit_are_all_named_at_once(folder):
     with pytest.raises(ValueError) as e:
         load(folder)
     message = str(e.value)
-    assert f"missing: {gone};" in message and "left over: extra.weight" in message and f"{bent} is (3, 5), not" in message
+    assert f"missing: {gone};" in message and "left over: extra.weight" in message
+    assert f"{bent} is (3, 5), not" in message
 
 
 def test_truncated_and_missing_files(folder):
@@ -367,18 +396,19 @@ def test_shards(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "weights.Q4_K_M.gguf"])
+@pytest.mark.parametrize("name",
+                         ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "weights.Q4_K_M.gguf"])
 def test_weights_in_another_format(folder, name):
-    """Symptom: a folder with pytorch_model.bin or a .gguf only "lacks model.safetensors; download it again". The
-    file is named, and what is read instead."""
+    """Symptom: a folder with pytorch_model.bin or a .gguf only "lacks model.safetensors; download it again".
+    The file is named, and what is read instead."""
     (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(ValueError, match=f"has its weights in {name}, and safetensors are read"):
         load(folder)
 
 
 def test_a_foreign_prefix(folder):
-    """Symptom: names saved from inside a wrapper give 30,000 letters in one line. A few names and their count, and
-    what is wrong with them."""
+    """Symptom: names saved from inside a wrapper give 30,000 letters in one line. A few names and their
+    count, and what is wrong with them."""
     weights = load_file(folder / "model.safetensors")
     save_file({f"module.{name}": w for name, w in weights.items()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing: .*, \.\.\. \(\d+ in all\); left over: module\..* in all\)"
@@ -390,12 +420,14 @@ def test_a_foreign_prefix(folder):
 def test_weights_larger_than_memory(folder, monkeypatch):
     """Symptom: weights that this machine cannot hold are read until the system kills the process."""
     monkeypatch.setattr("hub.checkpoint.memory", lambda: 1000.0)
-    with pytest.raises(ValueError, match="take 0.0 GB as float32 and this machine has 0.0; use dtype bfloat16"):
+    with pytest.raises(ValueError,
+                       match="take 0.0 GB as float32 and this machine has 0.0; use dtype bfloat16"):
         load(folder)
 
 
 @pytest.mark.parametrize("device, says", [
-    ("cuda:x", "it must be auto, cpu, cuda or cuda:N"), ("cpu:1", "it must be auto"), ("mps", "it must be auto"),
+    ("cuda:x", "it must be auto, cpu, cuda or cuda:N"), ("cpu:1", "it must be auto"),
+    ("mps", "it must be auto"),
     ("cuda:2", "device is cuda:2 and the last of 2 is cuda:1")])
 def test_one_of_several_gpus(folder, monkeypatch, device, says):
     """Symptom: --device cuda:1 is refused; cuda:9 fails somewhere in the allocator."""
@@ -418,7 +450,8 @@ def test_tied_heads_share_storage(folder):
     edit_config(folder, weight_tying=True, tie_word_embeddings=True)
     model = load(folder)
     assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
-    assert len(Engine(model, cache="none", cache_mb=4).generate([Request(prompt(5), gen_length=4)])[0].tokens) <= 4
+    result, = Engine(model, cache="none", cache_mb=4).generate([Request(prompt(5), gen_length=4)])
+    assert len(result.tokens) <= 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

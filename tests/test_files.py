@@ -1,4 +1,5 @@
-"""What is read and written for the user: encodings, line ends, full disks, and what happens to older files."""
+"""What is read and written for the user: encodings, line ends, full disks, and what happens to older
+files."""
 import json
 import os
 import resource
@@ -13,8 +14,8 @@ FIELDS = ("gen_length", "prefix_len", "seed")
 
 
 def test_texts_are_utf8_whatever_the_locale(tmp_path):
-    """Symptom: a byte order mark becomes part of the prompt. It is no part of the text; line ends are. What is no
-    UTF-8 is refused, with the byte that is none."""
+    """Symptom: a byte order mark becomes part of the prompt. It is no part of the text; line ends are. What
+    is no UTF-8 is refused, with the byte that is none."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf\xc3\xa9 \r\n")
     assert read_text(path) == "é \r\n"
@@ -26,9 +27,11 @@ def test_texts_are_utf8_whatever_the_locale(tmp_path):
 
 
 def test_json_says_what_it_says():
-    """Symptom: of a key that stands twice the first is silently ignored; NaN is read, and written, as JSON."""
+    """Symptom: of a key that stands twice the first is silently ignored; NaN is read, and written, as
+    JSON."""
     assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
-    for bad, says in (('{"a": 1, "b": 2, "a": 3}', "'a' stands there twice"), ('{"a": NaN}', "NaN is no JSON number"),
+    for bad, says in (('{"a": 1, "b": 2, "a": 3}', "'a' stands there twice"),
+                      ('{"a": NaN}', "NaN is no JSON number"),
                       ("[" * 100_000, "nested"), ('{"a" 1}', "at character 6")):
         with pytest.raises(ValueError, match=says):
             parse_json(bad)
@@ -46,11 +49,12 @@ def test_json_files(tmp_path):
 
 
 def test_lines_of_a_file_of_requests(tmp_path):
-    """Symptom: a blank line is bad JSON; after one, messages name the wrong line. Blank lines are passed over, and
-    counted; a byte order mark on any line is none of it; U+2028 ends no line."""
+    """Symptom: a blank line is bad JSON; after one, messages name the wrong line. Blank lines are passed
+    over, and counted; a byte order mark on any line is none of it; U+2028 ends no line."""
     path = tmp_path / "in.jsonl"
     path.write_bytes('\ufeff{"a": "x\u2028y"}\r\n\n \t\n\ufeff{"b": 1}'.encode())
-    assert list(read_lines(path)) == [(f"line 1 of {path}", {"a": "x\u2028y"}), (f"line 4 of {path}", {"b": 1})]
+    assert list(read_lines(path)) == [(f"line 1 of {path}", {"a": "x\u2028y"}),
+                                      (f"line 4 of {path}", {"b": 1})]
     path.write_bytes(b'{"a": 1}\n\n{"a": "\xe9"}\n')
     with pytest.raises(BadInput, match="line 3 of .* is not UTF-8 text"):
         list(read_lines(path))
@@ -59,23 +63,27 @@ def test_lines_of_a_file_of_requests(tmp_path):
 
 
 @pytest.mark.parametrize("value, says", [
-    ([], "must be"), ({}, "must be"), ({"prefix": "a"}, "must be"), ({"prompt": "a", "messages": []}, "must be"),
+    ([], "must be"), ({}, "must be"), ({"prefix": "a"}, "must be"),
+    ({"prompt": "a", "messages": []}, "must be"),
     ({"prompt": "a", "Seed": 1}, "has 'Seed'; a request knows prefix, prompt, messages, raw, id, gen_length"),
-    ({"prompt": ["a"]}, "has prompt \\['a'\\]; it must be a text"), ({"prompt": "a", "prefix": None}, "has prefix None"),
+    ({"prompt": ["a"]}, "has prompt \\['a'\\]; it must be a text"),
+    ({"prompt": "a", "prefix": None}, "has prefix None"),
     ({"prompt": "a", "raw": 1}, "has raw 1; it must be true or false"),
     ({"messages": [], "prefix": ""}, "has messages and prefix, which exclude"),
     ({"messages": [], "raw": True}, "has messages and raw, which exclude"),
     ({"prompt": "a", "prefix": "b", "prefix_len": 1}, "has prefix_len and prefix, which exclude"),
 ])
 def test_what_a_request_may_hold(value, says):
-    """Symptom: a key that nobody reads, a misspelled option, is silently ignored. It is named, with those known."""
+    """Symptom: a key that nobody reads, a misspelled option, is silently ignored. It is named, with those
+    known."""
     with pytest.raises(BadInput, match=f"line 1 {says}"):
         check_chat(value, "line 1", FIELDS)
 
 
 def test_a_good_request():
     chat = check_chat({"prompt": "a", "prefix": "", "raw": False, "id": [1], "seed": 2}, "line 1", FIELDS)
-    assert (chat.text, chat.raw, chat.options, chat.passed) == ({"prompt": "a", "prefix": ""}, False, {"seed": 2}, {"id": [1]})
+    assert (chat.text, chat.raw, chat.options, chat.passed) == ({"prompt": "a", "prefix": ""}, False,
+                                                                {"seed": 2}, {"id": [1]})
 
 
 def test_half_a_surrogate_pair_is_escaped():
@@ -85,7 +93,7 @@ def test_half_a_surrogate_pair_is_escaped():
     assert to_json("é") == '"é"' and to_json("\ud83d") == '"\\ud83d"' and to_json("é", ascii=True).isascii()
 
 
-# -- writing ----------------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gets_its_name_when_it_is_complete(tmp_path):
@@ -99,8 +107,9 @@ def test_a_file_gets_its_name_when_it_is_complete(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BadInput, RuntimeError])
 def test_an_early_end_loses_nothing(tmp_path, error):
-    """Symptom: an interrupted rerun replaces a complete older file by a few lines. Fixed: the older one stays,
-    what is done stands beside it, under a name that nobody had; without an older one it gets the name."""
+    """Symptom: an interrupted rerun replaces a complete older file by a few lines. Fixed: the older one
+    stays, what is done stands beside it, under a name that nobody had; without an older one it gets the
+    name."""
     path = tmp_path / "out"
 
     def run(*words):
@@ -113,7 +122,8 @@ def test_an_early_end_loses_nothing(tmp_path, error):
     assert run("a") == f"done so far: 1, in {path}" and path.read_text() == "a\n"
     assert run("b", "c") == f"done so far: 2, in {path}.part, and {path} is as it was"
     assert run("d") == f"done so far: 1, in {path}.part2, and {path} is as it was"
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"out": "a\n", "out.part": "b\nc\n", "out.part2": "d\n"}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"out": "a\n", "out.part": "b\nc\n",
+                                                                   "out.part2": "d\n"}
 
 
 def test_the_questions_are_not_written_over(tmp_path):
@@ -139,9 +149,11 @@ def small_disk():
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, small_disk):
-    """Symptom: a full disk leaves half a line, and a traceback. The half is taken back; a sentence says it."""
+    """Symptom: a full disk leaves half a line, and a traceback. The half is taken back; a sentence says
+    it."""
     path = tmp_path / "out"
-    with pytest.raises(BadInput, match="out cannot be written: File too large") as e, Lines(str(path)) as lines:
+    with pytest.raises(BadInput,
+                       match="out cannot be written: File too large") as e, Lines(str(path)) as lines:
         for word in "abc":
             lines.write(word * 40)
     assert e.value.__notes__ == [f"done so far: 2, in {path}"]

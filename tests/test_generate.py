@@ -14,9 +14,10 @@ from conftest import ROOT
 
 import generate
 
-DOCUMENT = "The golden data are two tiny checkpoints with random weights. The weights are random but decisive."
+DOCUMENT = ("The golden data are two tiny checkpoints with random weights. The weights are random but "
+            "decisive.")
 QUESTIONS = "Which weights?", "How many checkpoints are there?"
-ASK = ["--prefix", DOCUMENT, *(x for question in QUESTIONS for x in ("--prompt", question)), "--gen-length", "12"]
+ASK = ["--prefix", DOCUMENT, "--prompt", QUESTIONS[0], "--prompt", QUESTIONS[1], "--gen-length", "12"]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -133,7 +134,11 @@ def listen(monkeypatch, hear):
     class Listener:
         event, end = staticmethod(hear), staticmethod(lambda: None)
     listeners = generate.listeners
-    monkeypatch.setattr(generate, "listeners", lambda *args: [*listeners(*args)[:-1], Listener, listeners(*args)[-1]])
+
+    def one_more(*args):
+        found = listeners(*args)
+        return [*found[:-1], Listener, found[-1]]
+    monkeypatch.setattr(generate, "listeners", one_more)
 
 
 @pytest.mark.parametrize("how", [["--json"], ["--cache", "naive"]])
@@ -187,9 +192,11 @@ def test_bad_option_as_a_process(text_folder):
 
 @pytest.mark.parametrize("line, says", [
     ("{", "line 3 of"), ('{"text": 1}', "line 3 of"), ('{"messages": []}', "list of messages"),
-    ('{"prefix": 3, "prompt": "x"}', "has prefix 3"), ("[]", "line 3 of"), ("[" * 100_000, "nested too deeply"),
+    ('{"prefix": 3, "prompt": "x"}', "has prefix 3"), ("[]", "line 3 of"),
+    ("[" * 100_000, "nested too deeply"),
     ('{"prompt": "x", "gen_length": 0}', "gen_length is 0"), ('{"prompt": "\\ud800"}', "line 3 of"),
-    ('{"prompt": "x", "remasking": ["random"]}', "remasking is"), ('{"prompt": "x", "stop_at_eos": "no"}', "no"),
+    ('{"prompt": "x", "remasking": ["random"]}', "remasking is"),
+    ('{"prompt": "x", "stop_at_eos": "no"}', "no"),
     ('{"prompt": "x", "prefix_len": 99}', "prefix_len is 99")])
 def test_unreadable_requests(run, tmp_path, line, says):
     """Symptom: the message names request 1, which is line 3 of the file; a JSON line's option is not checked.
@@ -200,8 +207,8 @@ def test_unreadable_requests(run, tmp_path, line, says):
 
 
 def test_a_bug_stays_a_traceback(run, monkeypatch):
-    """Symptom: a bug of ours, an encoding error in some library, passes for bad input. Cause: main caught every
-    ValueError. Fixed: what we refuse is a class of its own."""
+    """Symptom: a bug of ours, an encoding error in some library, passes for bad input. Cause: main caught
+    every ValueError. Fixed: what we refuse is a class of its own."""
     def bug(*_):
         raise ValueError("a bug")
     monkeypatch.setattr(generate, "headline", bug)
@@ -220,7 +227,8 @@ def test_a_default_length_without_room(run, text_folder, tmp_path):
     (folder / "generation_config.json").write_text('{"max_new_tokens": 100000}')
     ask = ["--model", folder, "--prompt", "x", "--json", "--threshold", "0.01"]
     code, out, err = run(*ask)
-    assert code == 0 and len(out.splitlines()) == 1 and err.startswith("generate.py: 1 of 1 answers get less than ")
+    assert code == 0 and len(out.splitlines()) == 1
+    assert err.startswith("generate.py: 1 of 1 answers get less than ")
     code, out, err = run(*ask, "--gen-length", 100000)
     assert code == 2 and "shorten one" in err
     for wrong in ('"32"', "true", "0"):
@@ -277,7 +285,8 @@ def test_draws_differ_by_place_and_repeat(run, tmp_path):
     _, out, _ = run(*["--prompt", "who"] * 4, "--seed", 5, *draw)
     four = [tuple(found["tokens"]) for found in objects(out)]
     assert len(set(four)) == 4
-    lines = write_lines(tmp_path / "in.jsonl", {"prompt": "who"}, {"prompt": "who", "seed": 6}, {"prompt": "who"})
+    lines = write_lines(tmp_path / "in.jsonl", {"prompt": "who"}, {"prompt": "who", "seed": 6},
+                        {"prompt": "who"})
     _, out, _ = run("--requests", lines, "--seed", 7, *draw)
     found = [tuple(found["tokens"]) for found in objects(out)]
     assert found[:2] == [four[2], four[1]] and found[2] not in found[:2]
@@ -290,7 +299,8 @@ def test_stop_and_n(run, tmp_path):
     _, out, _ = run(*draw, "--n", "2")
     both, stop = objects(out), objects(out)[0]["text"][3:5]
     assert len(both) == 4 and both[0]["text"] != both[1]["text"]
-    again = write_lines(tmp_path / "in.jsonl", *({"prefix": DOCUMENT, "prompt": q} for q in QUESTIONS for _ in "ab"))
+    again = write_lines(tmp_path / "in.jsonl",
+                        *({"prefix": DOCUMENT, "prompt": q} for q in QUESTIONS for _ in "ab"))
     _, out, _ = run("--requests", again, *draw[-3:], "--gen-length", "12")
     assert [a["tokens"] for a in objects(out)] == [a["tokens"] for a in both]
     _, out, _ = run(*draw, "--n", "2", "--stop", "\x00", "--stop", stop)
@@ -298,9 +308,9 @@ def test_stop_and_n(run, tmp_path):
         assert cut["text"] == full["text"].split(stop)[0]
         assert cut["finish_reason"] == ("stop" if stop in full["text"] else full["finish_reason"])
     assert objects(out)[0]["finish_reason"] == "stop" and objects(out)[0]["forwards"] <= both[0]["forwards"]
-    assert run(*ASK, "--n", "2")[::2] == (2, "generate.py: --prompt number 1 would get the same answer 2 times: nothing "
-                                          "is drawn; leave out --n, or set temperature, alg_temp, or remasking random "
-                                          "or origin\n")
+    code, _, err = run(*ASK, "--n", "2")
+    assert (code, err) == (2, "generate.py: --prompt number 1 would get the same answer 2 times: nothing is "
+                              "drawn; leave out --n, or set temperature, alg_temp, or remasking random or origin\n")
 
 
 def test_a_line_brings_its_own_options(run, tmp_path):
@@ -315,7 +325,8 @@ def test_a_line_brings_its_own_options(run, tmp_path):
     lines.write_text(lines.read_text().replace('"gen_length": 3', '"gen_length": 3, "steps": 3'))
     code, out, _ = run("--requests", lines, "--gen-length", 5, "--steps", 5, "--no-eos", "--json")
     found = objects(out)
-    assert code == 0 and [len(x["tokens"]) for x in found] == [3, 5, 5] and [x["forwards"] for x in found] == [3, 1, 5]
+    assert code == 0 and [len(x["tokens"]) for x in found] == [3, 5, 5]
+    assert [x["forwards"] for x in found] == [3, 1, 5]
     assert found[0]["id"] == {"any": "\ud800"} and found[1]["id"] == 7 and "id" not in found[2]
 
 
@@ -326,7 +337,8 @@ def test_requests_file_and_output(run, tmp_path):
     """A file of requests, as prefix and prompt or as chats; the results land in the output file, a line
     each."""
     output = tmp_path / "out.jsonl"
-    chat = {"messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": "Which weights?"}]}
+    chat = {"messages": [{"role": "system", "content": DOCUMENT},
+                         {"role": "user", "content": "Which weights?"}]}
     path = write_lines(tmp_path / "in.jsonl", {"prefix": DOCUMENT, "prompt": "Which weights?"}, chat)
     code, out, _ = run("--requests", path, "--gen-length", 6, "--depth", 2, "--json", "--output", output)
     assert code == 0 and output.read_text(encoding="utf-8") == out and len(list(tmp_path.iterdir())) == 2
@@ -370,7 +382,8 @@ def test_a_signal_leaves_whole_lines(run, tmp_path, monkeypatch, name, older):
         output.write_text(older)
     code, out, err = run(*["--prompt", "x"] * 9, "--gen-length", 4, "--max-batch", 1, "--output", output)
     assert code == 128 + number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-    assert [json.loads(line)["tokens"] for line in where.read_text().splitlines()] == [r.tokens for r in done if r]
+    kept = [json.loads(line)["tokens"] for line in where.read_text().splitlines()]
+    assert kept == [result.tokens for result in done if result]
     assert f"generate.py: interrupted; done so far: 2, in {where}" in err and err.count("\n") == 1
     assert not older or output.read_text() == older and "is as it was" in err
 
@@ -385,7 +398,8 @@ def test_a_signal_to_a_process(text_folder, tmp_path):
     first = [process.stdout.readline() for _ in range(2)]
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and err.startswith("generate.py: interrupted; done so far: ")
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.startswith("generate.py: interrupted; done so far: ")
     lines = output.read_text()
     assert lines.startswith("".join(first)) and lines.endswith("\n") and 2 <= len(lines.splitlines()) < 400
 
@@ -416,7 +430,8 @@ def test_a_full_disk_keeps_the_other_file(run, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr("sys.stdout", full)
         code, _, err = run(*ASK, "--json", "--output", tmp_path / "out")
         monkeypatch.undo()
-    assert code == 2 and "standard output cannot be written: No space left on device; done so far: 1, in" in err
+    assert code == 2
+    assert "standard output cannot be written: No space left on device; done so far: 1, in" in err
     assert len((tmp_path / "out").read_text().splitlines()) == 1
 
 
@@ -428,7 +443,8 @@ def test_letters_that_the_terminal_does_not_have(run, monkeypatch):
         monkeypatch.setattr("sys.stdout", page)
         code, _, err = run("--prompt", "→ 中", "--gen-length", "8", "--no-eos", how)
         out = page.buffer.getvalue()
-        assert code == 0 and not err and says in out and (how != "--json" or out.isascii() and json.loads(out))
+        assert code == 0 and not err and says in out
+        assert how != "--json" or out.isascii() and json.loads(out)
         monkeypatch.undo()
 
 

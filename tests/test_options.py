@@ -57,7 +57,8 @@ def test_variables_of_the_template(capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["prefix", "prompt", "requests", "model", "output", "salt", "device", "remasking"])
+@pytest.mark.parametrize("option",
+                         ["prefix", "prompt", "requests", "model", "output", "salt", "device", "remasking"])
 def test_an_empty_option(option):
     """Symptom: `--requests "$FILE"` with FILE unset answers the embedded demo, with exit code 0. Cause: an
     empty text is false, as one not given. Fixed: an empty option is an error, whichever."""
@@ -91,7 +92,8 @@ def test_n_answers_take_consecutive_places(tmp_path):
     """--n N: each prompt N times, one after another; so the seeds are consecutive, also behind a line's own.
     What would be N times the same answer is refused, by its line."""
     path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b", "seed": 7, "id": "x"}\n{"prompt": "c", "remasking": "random"}\n')
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "seed": 7, "id": "x"}\n'
+                    '{"prompt": "c", "remasking": "random"}\n')
     chats = read_chats(parse(["--requests", str(path), "--n", "3", "--seed", "5", "--temperature", "1"]))
     assert [chat.text["prompt"] for chat in chats] == list("aaabbbccc")
     assert [chat.options["seed"] for chat in chats] == [5, 6, 7, 7, 8, 9, 11, 12, 13]
@@ -105,7 +107,8 @@ def test_n_answers_take_consecutive_places(tmp_path):
 def test_a_line_goes_before_the_command_line(tmp_path):
     """A JSONL line takes the fields of Request by their names; null is as if nobody had said anything."""
     path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "a", "gen_length": 9, "threshold": null, "remasking": "random"}\n{"prompt": "b"}\n')
+    path.write_text('{"prompt": "a", "gen_length": 9, "threshold": null, "remasking": "random"}\n'
+                    '{"prompt": "b"}\n')
     own, common = read_chats(parse(["--requests", str(path), "--gen-length", "4", "--threshold", "0.5"]))
     assert own.options == dict(gen_length=9, remasking="random", seed=0) and draws(own.options)
     assert common.options == dict(gen_length=4, threshold=0.5, seed=1) and not draws(common.options)
@@ -137,7 +140,8 @@ def test_where_a_text_comes_from(tmp_path, monkeypatch):
     assert text("@@channel") == "@channel" and text("@@@") == "@@" and text(" a-b ") == " a-b "
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeff one\n".encode())))
     assert text("-") == " one\n"
-    assert files_read(parse(["--prefix", "@a", "--prompt", "@@b", "--prompt", "@c", "--prompt", "d"])) == ["a", "c"]
+    args = parse(["--prefix", "@a", "--prompt", "@@b", "--prompt", "@c", "--prompt", "d"])
+    assert files_read(args) == ["a", "c"]
 
 
 def test_help_tells_the_defaults(capsys):
@@ -145,12 +149,14 @@ def test_help_tells_the_defaults(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     told = re.findall(r"(?s)\n  --([a-z-]+)((?:(?!\n  --|\n\n).)*)", capsys.readouterr().out)
-    known = {f.name: f.default for f in fields(Request)} | Engine.from_folder.__kwdefaults__ | Engine.__init__.__kwdefaults__
+    known = {f.name: f.default for f in fields(Request)}
+    known |= Engine.from_folder.__kwdefaults__ | Engine.__init__.__kwdefaults__
     checked = 0
     for option, words in told:
         default = re.search(r"\(default:? ([a-z0-9]+)[;:,)]", " ".join(words.split()))
         name = option.replace("-", "_")
         if default and name in known and not isinstance(known[name], bool) and known[name] is not None:
             checked += 1
-            assert float(default[1]) == known[name] if default[1].isdigit() else default[1] == known[name], option
+            said = float(default[1]) if default[1].isdigit() else default[1]
+            assert said == known[name], option
     assert checked >= 5

@@ -1,4 +1,5 @@
-"""The live canvas: tokens decoded together, lines cut by columns, never more of them than the terminal has."""
+"""The live canvas: tokens decoded together, lines cut by columns, never more of them than the terminal
+has."""
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,8 @@ def event(index, committed, done=False):
 
 
 def test_neighbours_are_decoded_together(watch, capsys):
-    """Symptom: CJK, emoji and accents, which are several byte tokens, are shown as question marks for good. Cause:
-    each token was decoded alone. Neighbours that are decided are decoded together."""
+    """Symptom: CJK, emoji and accents, which are several byte tokens, are shown as question marks for good.
+    Cause: each token was decoded alone. Neighbours that are decided are decoded together."""
     seen, letters = watch(), list(enumerate("中文".encode()))
     for some in (letters[:2], letters[4:], letters[2:4]):
         seen.event(event(0, some))
@@ -44,7 +45,8 @@ def test_columns_are_counted_not_letters(watch, capsys):
 
 
 def test_no_more_lines_than_the_terminal_has(watch, capsys):
-    """Symptom: more running requests than lines scroll the canvas away, since the cursor cannot go up that far."""
+    """Symptom: more running requests than lines scroll the canvas away, since the cursor cannot go up that
+    far."""
     seen = watch(9)
     for index in range(9):
         seen.event(event(index, [(0, 65)]))
@@ -53,7 +55,8 @@ def test_no_more_lines_than_the_terminal_has(watch, capsys):
     assert out.splitlines()[-1].endswith("and 6 more")
     seen.event(event(0, [(1, 66)], done=True))
     out = capsys.readouterr().out
-    assert out.startswith("\033[4F") and out.count("\n") == 5 and "   1  AB" in out     # one scrolls up, for good
+    # one scrolls up, for good
+    assert out.startswith("\033[4F") and out.count("\n") == 5 and "   1  AB" in out
 
 
 def test_control_characters_are_not_obeyed(watch, capsys):
