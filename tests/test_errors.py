@@ -212,8 +212,8 @@ def test_an_interrupt_while_encoding_for_guidance(model, monkeypatch):
 
 
 GPU_IS_FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
-CPU_IS_FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate "
-                           "memory: you tried to allocate ...")
+CPU_IS_FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't "
+                           "allocate memory: you tried to allocate ...")
 
 
 @pytest.mark.parametrize("full", [GPU_IS_FULL, CPU_IS_FULL, MemoryError()])

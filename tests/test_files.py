@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+from contextlib import contextmanager
 
 import pytest
 
@@ -137,47 +138,51 @@ def test_the_questions_are_not_written_over(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["in", "link"] and path.read_text() == "questions\n"
 
 
-@pytest.fixture
+@contextmanager
 def small_disk():
-    """Files may have 100 bytes: a longer write stops there, as on a full disk."""
+    """Within: files may have 100 bytes, a longer write stops there, as on a full disk. Not one moment longer: what
+    pytest prints may go to a file, too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_leaves_whole_lines(tmp_path, small_disk):
+def test_a_full_disk_leaves_whole_lines(tmp_path):
     """Symptom: a full disk leaves half a line, and a traceback. The half is taken back; a sentence says
     it."""
     path = tmp_path / "out"
-    with pytest.raises(BadInput,
-                       match="out cannot be written: File too large") as e, Lines(str(path)) as lines:
+    says = pytest.raises(BadInput, match="out cannot be written: File too large")
+    with small_disk(), says as e, Lines(str(path)) as lines:
         for word in "abc":
             lines.write(word * 40)
     assert e.value.__notes__ == [f"done so far: 2, in {path}"]
     assert path.read_text() == "a" * 40 + "\n" + "b" * 40 + "\n"
 
 
-def test_a_full_disk_behind_standard_output(tmp_path, small_disk, monkeypatch):
+def test_a_full_disk_behind_standard_output(tmp_path, monkeypatch):
     """The same of a file that standard output goes to, behind what it held before (>>)."""
     path = tmp_path / "out"
     path.write_text("before\n")
     with open(path, "a", encoding="utf-8") as file:
         monkeypatch.setattr("sys.stdout", file)
         print_json("a" * 40)
-        with pytest.raises(BadInput, match="standard output cannot be written: File too large"):
+        says = pytest.raises(BadInput, match="standard output cannot be written: File too large")
+        with small_disk(), says:
             print_json("b" * 80)
         monkeypatch.undo()
     assert path.read_text() == 'before\n"' + "a" * 40 + '"\n'
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, small_disk):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     """Symptom: a full disk or an interrupt leaves a half-written file, or a temporary one for good."""
     path = tmp_path / "out"
     path.write_text("older")
-    with pytest.raises(BadInput, match="out cannot be written: File too large"):
+    with small_disk(), pytest.raises(BadInput, match="out cannot be written: File too large"):
         replace(path, lambda to: to.write_text("a" * 200))
 
     def interrupted(to):

@@ -310,7 +310,8 @@ def test_stop_and_n(run, tmp_path):
     assert objects(out)[0]["finish_reason"] == "stop" and objects(out)[0]["forwards"] <= both[0]["forwards"]
     code, _, err = run(*ASK, "--n", "2")
     assert (code, err) == (2, "generate.py: --prompt number 1 would get the same answer 2 times: nothing is "
-                              "drawn; leave out --n, or set temperature, alg_temp, or remasking random or origin\n")
+                              "drawn; leave out --n, or set temperature, alg_temp, or remasking random or "
+                              "origin\n")
 
 
 def test_a_line_brings_its_own_options(run, tmp_path):
