@@ -170,7 +170,7 @@ def choose(logits: Tensor, rules: Rules, mask_id: int, eos_ids: tuple, impl: str
 def _keep_top(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """-inf outside the smallest set whose probability reaches top_p, and outside the top_k largest."""
     ordered, index = logits.sort(dim=1, descending=True)
-    before = F.pad(ordered.float().softmax(1).cumsum(1)[:, :-1], (1, 0))        # probability in front of each entry
+    before = F.pad(ordered.float().softmax(1).cumsum(1)[:, :-1], (1, 0))  # probability in front of each entry
     drop = (before > top_p[:, None]) | (torch.arange(logits.shape[1], device=logits.device) >= top_k[:, None])
     return logits.masked_fill(drop.scatter(1, index, drop), float("-inf"))
 

@@ -86,7 +86,8 @@ def test_select_is_the_plain_rules():
         sizes = torch.randint(1, 12, (6,), generator=g).tolist()
         scores = torch.full((6, 12), -torch.inf, dtype=torch.float64)
         for b, size in enumerate(sizes):
-            scores[b, :size] = torch.rand(size, generator=g).mul(9).round().add(1).div(10).log()     # with equals
+            tenths = torch.rand(size, generator=g).mul(9).round() + 1           # so that some are equal
+            scores[b, :size] = tenths.div(10).log()
         f, bound, t = (float(x) for x in torch.rand(3, generator=g) * torch.tensor([8, 8, 1]))
         shares = [Share(3), Share(1, above=t), Share(1, above=1, factor=f), Share(1, entropy_bound=bound),
                   Share(0, above=t), Share(0)]
