@@ -140,7 +140,7 @@ def test_the_questions_are_not_written_over(tmp_path):
 
 @contextmanager
 def small_disk():
-    """Within: files may have 100 bytes, a longer write stops there, as on a full disk. Not one moment longer: what
+    """Within: files may have 100 bytes, a longer write stops there, as on a full disk. No moment longer: what
     pytest prints may go to a file, too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
