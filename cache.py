@@ -71,8 +71,8 @@ class Cache:
             raise BadInput(f"a cache of {budget / 2**20:.3g} MB holds no page; set cache_mb to "
                            f"{math.ceil(need * 100) / 100:g} or more")
         if torch.device(device).type == "cpu" and budget > memory():    # allocated, it would fail when filled
-            raise BadInput(f"cache_mb is {budget / 2**20:g} and this machine has {memory() / 2**20:.0f} MB in "
-                           "all; set it to less")
+            raise BadInput(f"cache_mb is {budget / 2**20:g} and this machine has {memory() / 2**20:.0f} MB "
+                           "in all; set it to less")
         self.layers, self.boundaries, self.budget, self.key = L, list(boundaries), budget, key
         self.max_requests = max_requests
         self.kv_bytes, self.hidden_bytes = kv_bytes, hidden_bytes

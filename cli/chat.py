@@ -188,7 +188,9 @@ def command(conversation: Conversation, line: str) -> bool:
 def tell(conversation: Conversation, question: str) -> None:
     """Ask, and print what came of it."""
     request, history = conversation.request(question)
-    live = Live([request], conversation.engine.tokenizer.decode) if sys.stdout.isatty() else None
+    engine, live = conversation.engine, None
+    if sys.stdout.isatty():
+        live = Live([request], engine.tokenizer.decode, engine.model.config.mask_id)
     try:
         answer = conversation.ask(question, request, history, live.event if live else lambda event: None)
     except KeyboardInterrupt as e:          # the second one: the engine has put down what it held

@@ -1,4 +1,5 @@
-"""Small random models that every test file shares, and the paths they need. Everything runs on the CPU in float32."""
+"""Small random models that every test file shares, and the paths they need. Everything runs on the CPU in
+float32."""
 import sys
 from pathlib import Path
 
@@ -15,10 +16,12 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 def tiny(shift=False, layers=4, seed=0, vocab=96, scale=3.0, **kw) -> Transformer:
-    """A random model whose answers hang on every token: weights wide enough that the arg-max is decided by a margin."""
+    """A random model whose answers hang on every token: weights wide enough that the arg-max is decided by
+    a margin."""
     torch.manual_seed(seed)
-    settings = dict(layers=layers, hidden=48, heads=4, kv_heads=2 if shift else 4, mlp=64, vocab=vocab, max_len=512, theta=1e4,
-                    eps=1e-6, mask_id=vocab - 1, eos_ids=(vocab - 2,), qkv_bias=shift, tied=False, shift=shift) | kw
+    settings = dict(layers=layers, hidden=48, heads=4, kv_heads=2 if shift else 4, mlp=64, vocab=vocab,
+                    max_len=512, theta=1e4, eps=1e-6, mask_id=vocab - 1, eos_ids=(vocab - 2,), qkv_bias=shift,
+                    tied=False, shift=shift) | kw
     model = Transformer(Config(**settings))
     for name, p in model.named_parameters():
         if p.ndim > 1:
@@ -64,7 +67,8 @@ def save_folder(folder, model, tokenizer=None):
     folder.mkdir(exist_ok=True)
     family = FAMILIES["llada"]
     raw = {theirs: getattr(c, ours) for ours, theirs in family.keys.items()}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llada", "architectures": ["LLaDAModelLM"], **raw}))
+    config = {"model_type": "llada", "architectures": ["LLaDAModelLM"], **raw}
+    (folder / "config.json").write_text(json.dumps(config))
     state = model.state_dict()
     save_file({theirs: state[ours].contiguous() for ours, theirs in checkpoint_names(model, family).items()},
               folder / "model.safetensors")
@@ -73,18 +77,22 @@ def save_folder(folder, model, tokenizer=None):
         (folder / "tokenizer_config.json").write_text(json.dumps(
             {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>", "mask_token": "<|mask|>"}))
     (folder / "depth.json").write_text(json.dumps(
-        {"version": 1, "fingerprint": fingerprint(folder), "layers": c.layers, "table": {"20": c.layers // 2}}))
+        {"version": 1, "fingerprint": fingerprint(folder), "layers": c.layers,
+         "table": {"20": c.layers // 2}}))
     return folder
 
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
-    """A LLaDA folder with random weights, a byte-level BPE and a chat template: it answers nonsense, but always the same."""
+    """A LLaDA folder with random weights, a byte-level BPE and a chat template: it answers nonsense, but
+    always the same."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([(ROOT / "tests" / "golden" / "README.md").read_text()], trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    text = (ROOT / "tests" / "golden" / "README.md").read_text()
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
     model = tiny(vocab=tokenizer.get_vocab_size(), mask_id=0, eos_ids=(1,))
     return save_folder(tmp_path_factory.mktemp("model"), model, tokenizer)

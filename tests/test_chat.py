@@ -280,7 +280,7 @@ def test_live_lines(monkeypatch, capsys):
     assert fold("abcdef", 4) == ["abcd", "ef"] and fold("中文字", 5) == ["中文", "字"] and fold("", 5) == []
     monkeypatch.setattr("cli.terminal.PAUSE", 0)
     monkeypatch.setattr("cli.terminal.shutil.get_terminal_size", lambda: os.terminal_size((10, 4)))
-    live = Live([Request([1], gen_length=50)], lambda ids: bytes(ids).decode())
+    live = Live([Request([1], gen_length=50)], lambda ids: bytes(ids).decode(), 0)
     live.event(Event(0, 0, False, (0, 1), [(0, ord("a"))], 0, 0))
     assert live.drawn == 3
     done = Result([], "length", 2, 0, 0, 0, False, 0, 0)

@@ -67,8 +67,8 @@ def test_two_hundred_requests_take_few_graphs(window, most):
     for i in range(200):
         prefix = rng.choice(prefixes)
         requests.append(Request(
-            prefix + prompt(rng.randint(3, 40), seed=i), prefix_len=len(prefix), gen_length=16, block_length=8,
-            threshold=rng.choice([None, 0.3])))
+            prefix + prompt(rng.randint(3, 40), seed=i), prefix_len=len(prefix), gen_length=16,
+            block_length=8, threshold=rng.choice([None, 0.3])))
     engine = Engine(model, table={30: 1, 60: 2, 80: 3}, measure=0, cache_mb=16, window=window)
     step, met = engine.step, []
     engine.compiled, engine.bucket, engine.admission.bucket = True, step_module.bucket, step_module.bucket

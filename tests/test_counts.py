@@ -49,9 +49,9 @@ def ask(seed=1, **kw):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_rows_of_every_step(model, depth):
-    """docs/how-it-works.md, Cost, step by step: a hit computes S rows in the layers below its depth, P + S from
-    there up at steps 0, R, 2R, ..., and S everywhere else. Nothing is done for the prefix that the first request
-    already did."""
+    """docs/how-it-works.md, Cost, step by step: a hit computes S rows in the layers below its depth, P + S
+    from there up at steps 0, R, 2R, ..., and S everywhere else. Nothing is done for the prefix that the
+    first request already did."""
     engine = Engine(model, depth=depth, refresh=R, cache_mb=8)
     with Count(model) as first:
         miss, = engine.generate([ask(1)])

@@ -145,15 +145,16 @@ def test_bad_inputs(folder, text, tmp_path, monkeypatch, capsys):
 
 
 def test_texts_and_requests_as_everywhere(folder, tmp_path):
-    """Symptom: a byte order mark became part of the first sample; a blank line ended the run, as a request with a
-    seed would have. Cause: the profiler read its files in its own way. Fixed: it reads them as generate.py does,
-    and with --raw without the chat template."""
+    """Symptom: a byte order mark became part of the first sample; a blank line ended the run, as a request
+    with a seed would have. Cause: the profiler read its files in its own way. Fixed: it reads them as
+    generate.py does, and with --raw without the chat template."""
     from tokenizer import Tokenizer
     tokenizer = Tokenizer.from_folder(folder)
     (tmp_path / "a.txt").write_bytes("\ufeffw1 w2 w3".encode())
     assert list(profiler.read(tmp_path / "a.txt", tokenizer, 3, False)) == [([1, 2, 3], None)]
     path = tmp_path / "a.jsonl"
-    path.write_bytes('\ufeff{"prefix": "w1 w2 ", "prompt": "w3", "seed": 1, "id": 7}\n\n{"prompt": "w4"}\n'.encode())
+    text = '\ufeff{"prefix": "w1 w2 ", "prompt": "w3", "seed": 1, "id": 7}\n\n{"prompt": "w4"}\n'
+    path.write_bytes(text.encode())
     assert list(profiler.read(path, tokenizer, 3, True)) == [([1, 2, 3], 2), ([4], 0)]
     path.write_text('\n{"prompt": "w1", "Seed": 1}')
     with pytest.raises(ValueError, match="line 2 of .* has 'Seed'"):
