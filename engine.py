@@ -147,14 +147,8 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Stop a request of `stream`: its pages are free at once, its last event says "cancelled"."""
         for stream in self.streams:
-            for waiting in stream.waiting:
-                if waiting.request is request:
-                    waiting.request = None
-            for run in stream.running:
-                if run.request is request and run.blocks:
-                    run.cancelled = True
-                    run.blocks.clear()
-                    self.admission.close(run)
+            for run in stream.cancel(request):
+                self.admission.close(run)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -197,7 +191,7 @@ class Engine:
         run are recomputed anyway, so that all refresh at the same steps. Yields the event of one that was
         cancelled before it began."""
         running = stream.running
-        if any(run.forwards % self.refresh for run in running if self._refreshes(run)):
+        if any(run.forwards % self.refresh for run in running if run.refreshing(self.model.config.layers)):
             return
         while len(running) < self.max_batch and self._next(stream, patient=not running):
             waiting = stream.waiting[0]
@@ -232,9 +226,6 @@ class Engine:
         stream.waiting.append(Waiting(stream.arrived, request))
         stream.arrived += 1
 
-    def _refreshes(self, run: Running) -> bool:
-        return run.prefix_len > 0 and run.depth < self.model.config.layers
-
     def _groups(self, running: list) -> list:
         """Who shares a forward pass: a list of (depth of the refresh or None, requests).
 
@@ -242,7 +233,7 @@ class Engine:
         """
         groups = {}
         for run in running:
-            due = self._refreshes(run) and run.forwards % self.refresh == 0
+            due = run.refreshing(self.model.config.layers) and run.forwards % self.refresh == 0
             whole_suffix = self.window == "all" or run.fresh
             groups.setdefault((run.depth if due else None, whole_suffix), []).append(run)
         return [(depth, group) for (depth, _), group in groups.items()]
@@ -273,16 +264,8 @@ class Engine:
         M = sum(len(places) for places in layout.places)
         token, *stats = verdict[:, :M].cpu()                                # the only read from the device
         self.counts.update(passes=1, host_reads=1, head_rows=layout.head_rows)
-        self._require_finite(stats[0], group, layout)
+        _require_finite(stats[0], group, layout)
         yield from self._commit(group, layout, depth, token.long(), stats)
-
-    def _require_finite(self, confidence: Tensor, group: list, layout: Layout) -> None:
-        """NotFinite, naming the request, if any of its rows' confidences is no number."""
-        finite = confidence.isfinite().split([len(places) for places in layout.places])
-        for run, rows in zip(group, finite):
-            if not rows.all():
-                raise NotFinite(f"the model gave non-finite logits at step {run.forwards} of request "
-                                f"{run.index}; check its weights, or load it with dtype float32", run.index)
 
     def _commit(self, group: list, layout: Layout, depth: int | None, token: Tensor, stats: list):
         """Put the best tokens into the canvases and move each request on: yields an `Event` for each."""
@@ -300,27 +283,11 @@ class Engine:
                 continue
             picked = picked[:len(places)]
             committed = list(zip(places[picked].tolist(), new[picked].tolist()))
-            self._advance(run, places[picked], new[picked], window, depth)
+            run.refreshes += depth is not None
+            work = run.work(self.model.config.layers, window, depth)
+            self.counts["token_layers"] += run.advance(places[picked], new[picked], work)
             yield Event(run.index, run.forwards - 1, depth is not None, window, committed, run.prefix_len,
                         run.depth, self._result(run))
-
-    def _advance(self, run: Running, places: Tensor, tokens: Tensor, window: tuple, depth: int | None):
-        """Write tokens (m,) into the places (m,) of a request's canvas, count what the step cost, go on to
-        the next block."""
-        L, (lo, hi) = self.model.config.layers, window
-        deep = 0 if depth is None else L - depth - 0.5          # the last layer's prefix rows give K/V only
-        work = L * (hi - lo) + deep * run.prefix_len
-        run.masked[places] = False
-        run.forwards += 1
-        run.refreshes += depth is not None
-        for canvas in (run, run.shadow) if run.shadow else (run,):
-            canvas.suffix[canvas.own + places] = tokens
-            canvas.forwards = run.forwards
-            run.token_layers += work
-            self.counts["token_layers"] += work
-        block = run.blocks[0]
-        if not run.masked[block.lo:block.hi].any():
-            run.blocks.popleft()
 
     def _result(self, run: Running) -> Result | None:
         """The result, with what the guard knows, once a request is done."""
@@ -329,6 +296,15 @@ class Engine:
             result.similarity = self.guard.similarity(run)
             result.table_depth = None if self.self_profile else run.table_depth
         return result
+
+
+def _require_finite(confidence: Tensor, group: list, layout: Layout) -> None:
+    """NotFinite, naming the request, if any of its rows' confidences is no number."""
+    finite = confidence.isfinite().split([len(places) for places in layout.places])
+    for run, rows in zip(group, finite):
+        if not rows.all():
+            raise NotFinite(f"the model gave non-finite logits at step {run.forwards} of request "
+                            f"{run.index}; check its weights, or load it with dtype float32", run.index)
 
 
 def _boundaries(layers: int) -> range:

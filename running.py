@@ -64,6 +64,31 @@ class Running:
             return 0, len(self.suffix)
         return self.own + lo - shift, len(self.suffix) if kind == "rest" else self.own + hi
 
+    def refreshing(self, layers: int) -> bool:
+        """Whether it has prefix rows to recompute, once every R steps."""
+        return self.prefix_len > 0 and self.depth < layers
+
+    def work(self, layers: int, window: tuple, depth: int | None) -> float:
+        """Token-layers of a step that computes rows [lo, hi) of the suffix and, in a refresh at `depth`,
+        the prefix rows from there up, of which the last layer's give K/V only."""
+        deep = 0 if depth is None else layers - depth - 0.5
+        return layers * (window[1] - window[0]) + deep * self.prefix_len
+
+    def advance(self, places: Tensor, tokens: Tensor, work: float) -> float:
+        """Write tokens (m,) into the places (m,) of the canvas, go on to the next block if this one is
+        full. `work`: token-layers of the step; returns them, those of a shadow included."""
+        canvases = (self, self.shadow) if self.shadow else (self,)
+        self.masked[places] = False
+        self.forwards += 1
+        for canvas in canvases:
+            canvas.suffix[canvas.own + places] = tokens
+            canvas.forwards = self.forwards
+        self.token_layers += work * len(canvases)
+        block = self.blocks[0]
+        if not self.masked[block.lo:block.hi].any():
+            self.blocks.popleft()
+        return work * len(canvases)
+
     def result(self, eos_ids: set, decode=None) -> Result | None:
         """The result, or None while there is more to do. EOS and stop texts count where nothing before their
         end is undecided, EOS behind all that was given. decode: tokens -> text, if there is a tokenizer."""
@@ -117,3 +142,14 @@ class Stream:
     source: object = iter(())
     running: list = field(default_factory=list)
     arrived: int = 0
+
+    def cancel(self, request: Request) -> list:
+        """Mark a request, wherever it stands; those that ran, and still hold their pages."""
+        for waiting in self.waiting:
+            if waiting.request is request:
+                waiting.request = None
+        found = [run for run in self.running if run.request is request and run.blocks]
+        for run in found:
+            run.cancelled = True
+            run.blocks.clear()
+        return found
