@@ -7,7 +7,6 @@ model folder's own `depth.json` goes first, then a published table of that name;
 When layers count as alike and what depth follows from that is here, too: the profiler and the guard share it
 (BiCache, arXiv 2606.07571, but see `safe_depth`). Checked: tests/test_depth.py.
 """
-import json
 import warnings
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def find_table(folder, layers: int) -> Table | None:
 def _own_table(folder: Path, layers: int, remedy: str) -> Table:
     path = folder / "depth.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         owner = raw["fingerprint"], raw["layers"]
         percents, depths = range(101), range(raw["layers"] + 1)
         # `index` raises ValueError for what is not in the range.

@@ -109,6 +109,10 @@ class Engine:
             model = load(path, device, dtype, mask_id=tokenizer and tokenizer.mask_id, shift=shift)
             if options.get("compile", "auto") in ("auto", False):
                 model.pack()                    # does nothing on a GPU
+        beyond = sorted(i for i in tokenizer.ends if i >= model.config.vocab) if tokenizer else []
+        if beyond:
+            raise BadInput(f"the tokenizer of {path} ends an answer with id {beyond[0]}, and the model's ids "
+                           f"run to {model.config.vocab - 1}; take the tokenizer files of these weights")
         table = None
         if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
             table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already

@@ -50,7 +50,8 @@ class Tokenizer:
 
     def __init__(self, words: vocabulary.Vocabulary):
         self.words, self.template = words, words.template
-        self.special, self.mask_id, self.eos_ids = words.special, words.mask_id, words.eos_ids
+        self.special, self.mask_id = words.special, words.mask_id
+        self.ends, self.eos_ids = words.ends, words.eos_ids
         self.vocab_size, self.has_chat = max(words.spelling, default=-1) + 1, words.template.exists
 
     def encode(self, text):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from cli.lines import say
 from cli.terminal import Watch, cut
-from files import BadInput
+from files import MARK, BadInput, replace, to_json
 
 COMMANDS = "/reset, /save FILE, /quit"
 
@@ -118,14 +118,11 @@ class Conversation:
         """Write {"messages": [...]}. The file is there whole, or as it was."""
         if not path or os.path.exists(path) and not os.path.isfile(path):
             raise BadInput(f"/save {path}: this is no file; give the name of one")
-        path = os.path.realpath(path)
+        text = to_json({"messages": self.messages}) + "\n"
         try:
-            with open(path + ".tmp", "w", encoding="utf-8") as file:
-                json.dump({"messages": self.messages}, file, ensure_ascii=False, indent=1)
-                file.write("\n")
-            os.replace(path + ".tmp", path)
-        except OSError as e:
-            raise BadInput(f"/save {path}: it cannot be written: {e.strerror}") from e
+            replace(os.path.realpath(path), lambda to: to.write_bytes(text.encode()))
+        except BadInput as e:
+            raise BadInput(f"/save: {e}") from e
 
 
 class Stop:
@@ -245,7 +242,7 @@ def piped_lines():
         sys.stdin.reconfigure(encoding="utf-8")
     try:
         for line in map(str.strip, sys.stdin):
-            if line:
+            if line := line.removeprefix(MARK).strip():
                 say(f"> {line}")
                 yield line
     except UnicodeDecodeError as e:

@@ -152,13 +152,16 @@ class Front:
 
 
 def prefix_key(raw: bytes, chat: bool, tenant: str) -> str:
-    """What requests that share a prefix have in common: the tenant, and the messages before the last one (of
-    a prompt, its first characters). A body that cannot be read has none; the replica says what is wrong."""
+    """What requests that share a prefix have in common: the tenant, and a chat's first message, which all
+    its turns begin with (of a prompt, or a message that stands alone, the first characters). A body that
+    cannot be read has none; the replica says what is wrong."""
     try:
         body = json.loads(raw)
-        prefix = body["messages"][:-1] if chat else str(body["prompt"])[:PREFIX_CHARACTERS]
-        return hashlib.blake2b(json.dumps([tenant, prefix]).encode()).hexdigest()
-    except (ValueError, TypeError, KeyError, RecursionError):
+        prefix = str(body["prompt"])[:PREFIX_CHARACTERS] if not chat else body["messages"][0]
+        if chat and len(body["messages"]) == 1:
+            prefix = str(prefix["content"])[:PREFIX_CHARACTERS]
+        return hashlib.blake2b(json.dumps([tenant, prefix], sort_keys=True).encode()).hexdigest()
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return ""
 
 

@@ -119,7 +119,7 @@ def main(argv=None) -> int:
     service = Service(engine, model, args.queue)
 
     async def healthy():
-        return not service.runner.failed
+        return service.runner.is_alive() and not service.runner.failed
     app = build_app(service.answer, model.name, keys=keys, limit=args.time_limit, max_body=args.max_body,
                     healthy=healthy, figures=service.runner.figures)
     # uvicorn ends gracefully at either signal, then raises it again for whoever stood there before.

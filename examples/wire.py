@@ -145,12 +145,14 @@ def flag(body: dict, name: str) -> bool:
 
 
 def read_prompts(body: dict, chat: bool, tokenizer) -> list:
-    """[(ids, prefix_len)]: of a chat what stands before its last message is the prefix, if anything does."""
+    """[(ids, prefix_len)]. Of a chat of two messages the first is the prefix. In a longer one what stands
+    before the last message is another at every turn: it takes what is stored of it, the first turn's prefix
+    at least."""
     if chat:
         messages = body.get("messages")
         messages = [joined(m) for m in messages] if isinstance(messages, list) else messages
         ids, length = tokenizer.render({"messages": messages})
-        return [(ids, length if len(messages) > 1 else None)]
+        return [(ids, length if len(messages) == 2 else None)]
     prompts = body.get("prompt", "")
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):

@@ -82,23 +82,30 @@ FINE = {
     "alibi": (False,),
     "attention_bias": (False,),
     "attention_layer_norm": (False,),
+    "attn_logit_softcapping": (False,),
     "bias_for_layer_norm": (False,),
     "block_type": ("llama",),
+    "causal": (False,),
     "clip_qkv": (False,),
+    "embedding_multiplier": (1,),
     "hidden_act": ("silu", "swish"),
     "include_bias": (False,),
     "include_qkv_bias": (False,),
     "input_emb_norm": (False,),
+    "is_causal": (False,),
     "layer_norm_type": ("rms",),
     "layer_norm_with_affine": (True,),
     "layer_types": ("full_attention",),
+    "logit_scale": (1,),
     "mlp_bias": (False,),
     "multi_query_attention": (False,),
     "n_experts": (0,),
+    "no_rope_layers": (False,),
     "norm_after": (False,),
     "num_experts": (0,),
     "num_local_experts": (0,),
     "partial_rotary_factor": (1,),
+    "residual_multiplier": (1,),
     "quantization_config": (False,),
     "rope": (True,),
     "rope_parameters": (False, "default"),
@@ -111,7 +118,7 @@ FINE = {
 # Models of these layouts whose attention is causal between blocks: by model_type, part of a name, or key.
 BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2_moe", "Fast_dLLM_Qwen", "nemotron_labs_diffusion", "bd3lm")
 BLOCK_CAUSAL_NAMES = ("bd3lm", "sdar", "opdlm", "fast_dllm", "efficient-dlm", "stable-diffcoder")
-BLOCK_KEYS = ("block_size", "bd_size", "block_length", "dlm_paradigm")
+BLOCK_KEYS = ("block_size", "bd_size", "block_length", "diffusion_block_size", "dlm_paradigm")
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "max_len")
 
@@ -223,15 +230,20 @@ def _refuse_block_causal(folder: Path, raw: dict) -> None:
 
 def _refuse_other_arithmetic(path: Path, raw: dict, family: Family) -> None:
     read = set(family.keys.values())
-    wrong = [f"{key} = {json.dumps(raw[key])}" for key, fine in FINE.items()
-             if key in raw and key not in read and any(value not in fine for value in _settings(raw[key]))]
+    wrong = []
+    for key, fine in FINE.items():
+        if key in raw and key not in read and not all(value in fine for value in _settings(raw[key], fine)):
+            wrong.append(f"{key} = {json.dumps(raw[key])}")
     if wrong:
         raise BadInput(f"{path} has {', '.join(wrong)}: that changes what the model computes, and is not "
                        "done here")
 
 
-def _settings(value) -> list:
-    """A value as FINE has it: none for null, the entries of a list, of an object its type."""
+def _settings(value, fine: tuple) -> list:
+    """A value as FINE has it: none for null (which switches off what must be on), the entries of a list, of
+    an object its type."""
+    if value is None and fine == (True,):
+        return [False]
     if not isinstance(value, dict):
         return _as_list(value)
     if value.get("partial_rotary_factor", 1) != 1:

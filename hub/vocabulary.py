@@ -48,7 +48,8 @@ class Vocabulary:
     """Spellings and ids, and which of them are special.
 
     spelling: id -> spelling. special: spelling -> id of what no text becomes, longest first; never: those
-    ids. hidden: ids that are no text. eos_ids: ids that end an answer. mask_id: or None. template: of chats.
+    ids. hidden: ids that are no text. ends: EOS and end of turn; eos_ids: these and fillers, all that end an
+    answer. mask_id: or None. template: of chats.
     """
 
     def __init__(self, folder: Path, mask_token, template_vars):
@@ -75,7 +76,8 @@ class Vocabulary:
         self._finder = finder({word: added.get(word, FLAGS) for word in self.special})
         self.library.load(self.special)
         fillers = self._fillers(pad)
-        self.eos_ids = {*eos, *fillers, self._end_of_turn(sample)} - {None}
+        self.ends = {*eos, self._end_of_turn(sample)} - {None}
+        self.eos_ids = self.ends | fillers
         # An answer may show markup that no file declares: <tool_call>.
         self.hidden = {self.mask_id, *eos, *fillers, *(ids[word] for word in declared)}
 

@@ -190,3 +190,17 @@ def test_a_replica_more_or_less_moves_only_its_prefixes():
     assert all(ranks(str(p), some)[-1] == gone for p in range(200))
     router.load = {r.replica_id: 8 for r in some}
     assert [ranks(str(p), some) for p in range(200)] == before
+
+
+def test_what_requests_are_routed_by():
+    """Symptom: all chats of one message go to one replica, and each turn of a conversation to another.
+    Turns share their first message; messages that stand alone and differ, tenants, and documents do not
+    share a key."""
+    def key(*texts, tenant="a"):
+        messages = [{"role": "user", "content": text} for text in texts]
+        return cluster.prefix_key(json.dumps({"messages": messages}).encode(), True, tenant)
+    assert key("document", "q1") == key("document", "q1", "a1", "q2") != key("other", "q1")
+    assert key("one") != key("two") and key("document", "q") != key("document", "q", tenant="b")
+    swapped = [{"content": "document", "role": "user"}, {"role": "user", "content": "q"}]
+    swapped = json.dumps({"messages": swapped})
+    assert cluster.prefix_key(swapped.encode(), True, "a") == key("document", "q")

@@ -116,6 +116,8 @@ def test_what_is_no_number(tmp_path, values):
 # -- settings -----------------------------------------------------------------------------------------------
 
 REFUSED = [
+    ("attn_logit_softcapping", 30.0), ("causal", True), ("embedding_multiplier", 12.0), ("is_causal", True),
+    ("logit_scale", 0.5), ("no_rope_layers", [1, 0]), ("residual_multiplier", 0.2), ("rope", None),
     ("rope_scaling", {"type": "linear", "factor": 4.0}),
     ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
     ("rope_scaling", {"factor": 2.0}), ("rope_scaling", {"rope_type": "dynamic", "type": "default"}),

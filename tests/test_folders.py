@@ -122,3 +122,21 @@ def test_shift_from_the_command_line(tmp_path, capsys):
     ids, _ = Tokenizer.from_folder(folder).render({"prefix": DOCUMENT, "prompt": QUESTIONS[0]})
     expected = plain(load(folder, shift=False), ids, 12, 4)[0]
     assert expected[:len(without[0]["tokens"])] == without[0]["tokens"]
+
+
+def test_an_end_without_an_embedding_row(text_folder, monkeypatch, capsys):
+    """Symptom: tokenizer files of another model load, and no answer ever ends: their EOS is an id that
+    these weights do not have. One sentence names it; a filler without a row harms nobody."""
+    plain_reading = Tokenizer.from_folder
+
+    def foreign(path, **options):
+        tokenizer = plain_reading(path, **options)
+        tokenizer.eos_ids = {*tokenizer.eos_ids, 5001}
+        tokenizer.ends = {*tokenizer.ends, end}
+        return tokenizer
+    monkeypatch.setattr(Tokenizer, "from_folder", foreign)
+    end = 1
+    assert generate.main(["--model", str(text_folder), "--prompt", "x", "--gen-length", "2"]) == 0
+    end = 5001
+    assert generate.main(["--model", str(text_folder), "--prompt", "x", "--gen-length", "2"]) == 2
+    assert "ends an answer with id 5001" in capsys.readouterr().err

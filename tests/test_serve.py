@@ -43,6 +43,20 @@ def test_answers_are_those_of_the_engine(url, engine, how):
     assert said(ask(stream=True, **options)) == want
 
 
+def test_a_conversation_keeps_its_hit(url):
+    """Symptom: five turns on one document, and each encodes all that was said before, since what stands
+    before the last message is another prefix every time. From the second turn on the document is read from
+    the cache."""
+    messages, cached = chat(3, 0), []
+    for turn in range(4):
+        got = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=8,
+                                                  extra_body=FAST)
+        cached.append(got.usage.prompt_tokens_details.cached_tokens)
+        messages = [*messages, {"role": "assistant", "content": "It is Ben."},
+                    {"role": "user", "content": "Who?"}]
+    assert all(tokens >= cached[1] > 0 for tokens in cached[1:])
+
+
 def test_completions_draws_and_choices(url, engine):
     """n choices are n requests whose seeds count up; a list of prompts is answered in its order; without a
     chat template's words around it, a prompt is what was sent."""
