@@ -109,10 +109,7 @@ class Engine:
             model = load(path, device, dtype, mask_id=tokenizer and tokenizer.mask_id, shift=shift)
             if options.get("compile", "auto") in ("auto", False):
                 model.pack()                    # does nothing on a GPU
-        beyond = sorted(i for i in tokenizer.ends if i >= model.config.vocab) if tokenizer else []
-        if beyond:
-            raise BadInput(f"the tokenizer of {path} ends an answer with id {beyond[0]}, and the model's ids "
-                           f"run to {model.config.vocab - 1}; take the tokenizer files of these weights")
+        _check_ends(path, tokenizer, model.config.vocab)
         table = None
         if cache == "bicache" and depth == "auto" and not options.get("self_profile"):
             table = depths.find_table(path, model.config.layers) or {}      # {}: it has warned already
@@ -300,6 +297,14 @@ class Engine:
             result.similarity = self.guard.similarity(run)
             result.table_depth = None if self.self_profile else run.table_depth
         return result
+
+
+def _check_ends(path, tokenizer, vocab: int) -> None:
+    """An end of text that the model cannot say: tokenizer files of other weights. Fillers may be missing."""
+    beyond = sorted(i for i in tokenizer.ends if i >= vocab) if tokenizer else []
+    if beyond:
+        raise BadInput(f"the tokenizer of {path} ends an answer with id {beyond[0]}, and the model's ids run "
+                       f"to {vocab - 1}; take the tokenizer files of these weights")
 
 
 def _require_finite(confidence: Tensor, group: list, layout: Layout) -> None:

@@ -3,9 +3,8 @@ without.
 
     pip install -r bench/requirements-lm-eval.txt
     python bench/lm_eval.py --tasks staff --include_path bench/tasks --apply_chat_template  # offline
-    python bench/lm_eval.py --model_args pretrained=LLaDA-8B-Base,cache_mb=8192,gen_length=256,block_length=32
-    \
-        --tasks gsm8k --num_fewshot 5
+    python bench/lm_eval.py --tasks gsm8k --num_fewshot 5 \
+        --model_args pretrained=LLaDA-8B-Base,cache_mb=8192,gen_length=256,block_length=32
 
 --model_args are arguments of `Engine.from_folder` and fields of `Request`. Each task runs twice, as they say
 and with cache=none, and the metrics stand side by side with the token-layers. The shared prefix is found by

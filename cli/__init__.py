@@ -4,4 +4,5 @@
     lines.py       requests as JSON lines in, results as JSON lines out
     terminal.py    the live canvas and the trace
     chat.py        a conversation
+    infill.py      texts with holes
 """

@@ -1,8 +1,8 @@
 """What a run looks like from inside, drawn in a terminal: answers as they are denoised, a map of each.
 
 `Watch` and `Trace` listen to the engine's events, as everything in generate.py does: an object with `event`
-and `end`. To be rid of both, delete this file and the lines of generate.py that name them. Checked:
-tests/test_terminal.py.
+and `end`. To be rid of both, delete this file, chat.py, whose live view is a `Watch`, and the lines of
+generate.py and cli/options.py that name them. Checked: tests/test_terminal.py.
 """
 import shutil
 import sys
