@@ -9,7 +9,6 @@ document, /save FILE keeps the conversation, Ctrl-C ends an answer, Ctrl-D the c
 question gets is decided in `Conversation.prefix`; everything else is the engine's. To be rid of all this,
 delete this file and the lines of generate.py and cli/options.py that name it. Checked: tests/test_chat.py.
 """
-import json
 import os
 import shutil
 import signal

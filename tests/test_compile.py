@@ -17,7 +17,7 @@ import step as step_module
 from engine import Engine, Request
 from test_counts import graphs, reset
 from test_engine import mixed_requests
-from warmup import shapes, warm_up
+from cli.warmup import shapes, warm_up
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ sample at a time: tests/test_profiler.py.
 """
 import argparse
 import json
-import os
 import sys
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
