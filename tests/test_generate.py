@@ -373,6 +373,9 @@ def test_a_signal_leaves_whole_lines(run, tmp_path, monkeypatch, name, older):
     which."""
     output, number, done = tmp_path / "out.jsonl", getattr(signal, name), []
     where = tmp_path / "out.jsonl.part" if older else output
+    # Whoever started the tests (nohup, a shell's &), or a library before, may have set another handler.
+    default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    before = signal.signal(number, default)
 
     def hear(event):
         done.append(event.result)
@@ -381,8 +384,11 @@ def test_a_signal_leaves_whole_lines(run, tmp_path, monkeypatch, name, older):
     listen(monkeypatch, hear)
     if older:
         output.write_text(older)
-    code, out, err = run(*["--prompt", "x"] * 9, "--gen-length", 4, "--max-batch", 1, "--output", output)
-    assert code == 128 + number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    try:
+        code, out, err = run(*["--prompt", "x"] * 9, "--gen-length", 4, "--max-batch", 1, "--output", output)
+        assert code == 128 + number and signal.getsignal(number) == default
+    finally:
+        signal.signal(number, before)
     kept = [json.loads(line)["tokens"] for line in where.read_text().splitlines()]
     assert kept == [result.tokens for result in done if result]
     assert f"generate.py: interrupted; done so far: 2, in {where}" in err and err.count("\n") == 1
