@@ -221,6 +221,16 @@ def test_save_and_reset(pipe, tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_byte_order_mark_and_a_neighbour_of_the_saved_file(pipe, tmp_path):
+    """Symptom: the mark that some editors put before a piped text was part of the first question; /save wrote
+    over the user's own NAME.tmp. Neither: the mark is no text, and that file is as it was."""
+    path, other = tmp_path / "said.json", tmp_path / "said.json.tmp"
+    other.write_text("mine")
+    code, *_ = pipe("\ufeffWhich weights?", f"/save {path}")
+    messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+    assert code == 0 and messages[1]["content"] == "Which weights?" and other.read_text() == "mine"
+
+
 def test_a_stopped_answer_in_a_transcript(pipe, monkeypatch):
     ask = Conversation.ask
 

@@ -43,6 +43,12 @@ def test_refused_options(args, says):
         parse([*ASK, *args])
 
 
+def test_a_template_variable_has_no_effect_on_holes():
+    """Symptom: --infill is running text, and --template-var beside it did nothing, without a word."""
+    with pytest.raises(BadInput, match="--template-var has an effect on chats"):
+        parse(["--infill", "Ann is in ___.", "--template-var", "a=1"])
+
+
 def test_variables_of_the_template(capsys):
     """--template-var may be repeated; a value is JSON where it can be, else text; a name that the template
     does not read is refused before any weights load."""
