@@ -68,7 +68,7 @@ def test_own_table_goes_first(tmp_path):
     own = dict(fingerprint=fingerprint(folder), layers=6, table={"40": 2, "90": 5})
     (folder / "depth.json").write_text(json.dumps(own))
     assert depth.find_table(folder, 6) == {40: 2, 90: 5}
-    (folder / "depth.json").write_text("\ufeff" + json.dumps(own), encoding="utf-8")     # as some editors save it
+    (folder / "depth.json").write_text("\ufeff" + json.dumps(own), encoding="utf-8")
     assert depth.find_table(folder, 6) == {40: 2, 90: 5}
 
 
