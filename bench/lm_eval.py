@@ -133,7 +133,7 @@ class BiCache(LM):
             ids = self.ids(context)
             return ids + self.engine.tokenizer.encode(continuation), len(ids)
         ids, P = self.engine.tokenizer.split(context, continuation)
-        return (ids, P) if P else ([self.engine.model.config.eos_id, *ids], 1)
+        return (ids, P) if P else ([self.engine.model.config.eos_ids[0], *ids], 1)
 
     @torch.inference_mode()
     def estimate(self, ids: list[int], P: int) -> float:
@@ -243,6 +243,8 @@ def main(argv=None) -> int:
             lm = lm if name == lm.engine.mode else lm.without_cache()
             runs[name], work[name] = evaluate(lm, args), lm.work
             answers.append(lm.answers)
+            if not lm.answers:          # likelihoods alone, which no cache changes
+                break
     except (ValueError, NotImplementedError, OSError) as e:
         print(f"lm_eval.py: {e}", file=sys.stderr)
         return 2
