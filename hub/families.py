@@ -8,6 +8,7 @@ refused by its name and value (FINE); so are models whose attention is causal be
 published configurations (tests/test_shapes.py) and setting by setting (tests/test_families.py).
 """
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,7 +116,8 @@ FINE = {
     "use_sliding_window": (False,),
 }
 
-# Models of these layouts whose attention is causal between blocks: by model_type, part of a name, or key.
+# Models of these layouts whose attention is causal between blocks: by model_type, by how a word of the name
+# begins, by key.
 BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2_moe", "Fast_dLLM_Qwen", "nemotron_labs_diffusion", "bd3lm")
 BLOCK_CAUSAL_NAMES = ("bd3lm", "sdar", "opdlm", "fast_dllm", "efficient-dlm", "stable-diffcoder")
 BLOCK_KEYS = ("block_size", "bd_size", "block_length", "diffusion_block_size", "dlm_paradigm")
@@ -171,6 +173,7 @@ def read_config(folder, mask_id: int | None = None, shift: bool | None = None) -
     values = family.defaults | family.fixed
     values |= {field: value for field, value in given.items() if value is not None}
     values["shift"] = values["shift"] if shift is None else bool(shift)
+    mask_id = generation.get("mask_token_id") if mask_id is None else mask_id
     values["mask_id"] = _mask_id(path, family, values.get("mask_id"), mask_id)
     eos = [*_as_list(values.get("eos_ids")), *_as_list(generation.get("eos_token_id"))]
     values["eos_ids"] = tuple(dict.fromkeys(eos)) or None
@@ -203,8 +206,8 @@ def _theta(path: Path, raw: dict):
 def _mask_id(path: Path, family: Family, own, named):
     """The mask token's id: config.json's own (or its class' default) and what else names one must agree."""
     if own is not None and named is not None and own != named:
-        raise BadInput(f"{path} gives the mask token the id {own}, and the tokenizer (its files, or "
-                       f"mask_token) gives it {named}; mend the one that is wrong")
+        raise BadInput(f"{path} gives the mask token the id {own}, and the tokenizer (its files, "
+                       f"generation_config.json or mask_token) gives it {named}; mend the one that is wrong")
     if own is None and named is None:
         start = f"{path} names no mask token"
         if family.plain:
@@ -219,7 +222,8 @@ def _refuse_block_causal(folder: Path, raw: dict) -> None:
     why = []
     if raw.get("model_type") in BLOCK_CAUSAL:
         why.append(f"model_type {raw['model_type']!r}")
-    why += [f"{part!r} in its name" for part in BLOCK_CAUSAL_NAMES if any(part in name for name in names)]
+    why += [f"{part!r} in its name" for part in BLOCK_CAUSAL_NAMES
+            if any(re.search(f"(?<![a-z]){part}", name) for name in names)]
     why += [f"{key} = {raw[key]!r} in config.json" for key in BLOCK_KEYS if raw.get(key) is not None]
     if why:
         raise BadInput(

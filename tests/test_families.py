@@ -58,6 +58,15 @@ def test_mask_from_one_place_or_another(tmp_path):
     assert read(tmp_path, "CoDA", mask_token_id=..., eos_token_id=..., vocab_size=151936).mask_id == 151669
 
 
+def test_a_mask_that_only_generation_config_names(tmp_path):
+    """Symptom: a folder without tokenizer files whose generation_config.json names the mask was refused, and
+    the remedy it was given (--mask-token) needs a tokenizer."""
+    generation = {"mask_token_id": 7}
+    assert read(tmp_path, "a2d-qwen3", mask_token_id=..., generation=generation).mask_id == 7
+    with pytest.raises(ValueError, match="the id 99, and .*generation_config.json or mask_token. gives it 7"):
+        read(tmp_path, "a2d-qwen3", generation=generation)
+
+
 def test_masks_that_disagree(tmp_path):
     """Symptom: a wrong mask id gives fluent nonsense. The error names both."""
     with pytest.raises(ValueError, match=r"config.json gives the mask token the id 99, and .* gives it 7"):
@@ -214,6 +223,11 @@ def test_block_causal_by_name(tmp_path, kind, name):
         read(tmp_path, kind, name=name)
     with pytest.raises(ValueError, match="in its name"):
         read(tmp_path, kind, _name_or_path="dllm-hub/" + name.partition("/")[0])
+
+
+def test_a_name_that_only_contains_the_letters(tmp_path):
+    """Symptom: a folder called hussdar was taken for SDAR."""
+    assert read(tmp_path, "a2d-qwen3", name="hussdar-0.6B").layers == 2
 
 
 @pytest.mark.parametrize("key, value", [
