@@ -10,7 +10,7 @@ of the work. Without a table (`self_profile`) a prefix shares nothing until it w
 wait.
 
 A measurement stands beside the decoding and changes no token of the request it looks at. It goes beyond arXiv
-2606.07571, whose table is fixed. Checked: tests/test_guard.py.
+2606.07571, whose table is fixed. Checked: tests/test_guard.py, test_guard_cost.py.
 """
 from collections import OrderedDict
 from dataclasses import dataclass
