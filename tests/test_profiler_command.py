@@ -68,6 +68,17 @@ def test_write_and_find(folder, tmp_path):
     assert not [p for p in folder.iterdir() if "tmp" in p.name]
 
 
+def test_no_deeper_than_said(folder, text, tmp_path, monkeypatch, capsys):
+    """--max-depth bounds the table where accuracy is known to fall above it; nothing else changes."""
+    args = ["--model", folder, "--text", text, "--ratios", "25,75", "--length", "32", "--threshold", "0.01"]
+    assert command(monkeypatch, *args, "--out", tmp_path / "all.json") == 0
+    assert command(monkeypatch, *args, "--out", tmp_path / "two.json", "--max-depth", "2") == 0
+    deep, bound = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("all", "two"))
+    assert min(deep["table"].values()) > 2 and bound["table"] == {"25": 2, "75": 2}
+    assert bound["mean"] == deep["mean"] and bound["threshold"] == 0.01
+    assert command(monkeypatch, *args, "--max-depth", "0") == 2 and "start at 1" in capsys.readouterr().err
+
+
 def test_command(folder, text, tmp_path):
     """`python tools/profiler.py` on a text and on requests: writes a table that the folder accepts, an SVG,
     prints the map; no bar where there is no terminal, and no partial sums left."""

@@ -160,7 +160,7 @@ class Sums:
             raise BadInput(f"{path} is of a run with other options or inputs; repeat those or leave out "
                            "--resume")
 
-    def result(self, ratios: list, threshold: float, fingerprint: str) -> Profile:
+    def result(self, ratios: list, threshold: float, max_depth: int | None, fingerprint: str) -> Profile:
         had = self.counts > 0
         if not had.any():
             raise BadInput("no sample meets any ratio: a text needs --length tokens (and as the model takes),"
@@ -169,21 +169,21 @@ class Sums:
         mean = self.sums[had] / n[:, None]
         below = self.bins[had].cumsum(-1) * 10 < n[:, None, None]           # (n, L, BINS) not a tenth yet
         worst = below.sum(-1).double() / (BINS - 1)
-        depths = safe_depth(mean >= threshold)
+        depths = safe_depth(mean >= threshold).clamp(0, max_depth)
         depths = depths.flip(0).cummin(0).values.flip(0).tolist()           # no more than at any larger ratio
         return Profile(ratios, n.tolist(), mean.tolist(), worst.tolist(), threshold,
                        dict(zip(ratios, depths)), fingerprint)
 
 
-def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.threshold, per_ratio=32, batch=4,
-            gen_length=None, fingerprint="", partial=None, resume=False, key="",
+def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.threshold, max_depth=None,
+            per_ratio=32, batch=4, gen_length=None, fingerprint="", partial=None, resume=False, key="",
             progress=lambda cuts: None) -> Profile:
     """Measure samples (as for `cut`; read once) at ratios (percent) until each ratio has per_ratio of them.
 
-    The depth is that of the layers with mean >= threshold (`safe_depth`), lowered where a larger ratio has
-    less: it grows with r and never passes what was measured. `batch` samples run together at all ratios,
-    which share the canvas or the prefix. After each batch the sums are saved in `partial`; `resume` goes on
-    from there, in the same run (`key` names the samples).
+    The depth is that of the layers with mean >= threshold (`safe_depth`), at most max_depth, lowered where a
+    larger ratio has less: it grows with r and never passes what was measured. `batch` samples run together at
+    all ratios, which share the canvas or the prefix. After each batch the sums are saved in `partial`;
+    `resume` goes on from there, in the same run (`key` names the samples).
     """
     ratios, sums = sorted(set(ratios)), Sums(len(set(ratios)), model.config.layers)
     key = repr((key, fingerprint, ratios, per_ratio, batch, gen_length))
@@ -208,7 +208,7 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
         if partial:
             sums.save(partial, key)
         progress(len(tasks))
-    return sums.result(ratios, threshold, fingerprint)
+    return sums.result(ratios, threshold, max_depth, fingerprint)
 
 
 def write(p: Profile, path) -> None:
@@ -263,7 +263,8 @@ def _pieces(path: Path, tokenizer, length: int):
 
 def check(a) -> None:
     """ValueError says which option is wrong, before anything is loaded."""
-    chats, counts = [path.suffix == ".jsonl" for path in a.text], (a.samples, a.batch, a.length, a.gen_length)
+    chats = [path.suffix == ".jsonl" for path in a.text]
+    counts = a.samples, a.batch, a.length, a.gen_length, a.max_depth
     percentages = all(r.isdecimal() and 1 <= int(r) <= 99 for r in a.ratios.split(","))
     for wrong, why in (
             (not percentages, "--ratios are whole percentages from 1 to 99"),
@@ -300,7 +301,7 @@ def run(a) -> None:
     files = [(f.name, f.stat().st_size, f.stat().st_mtime) for f in a.text]
     with tqdm(total=a.samples * len(ratios), desc="profile", unit="cut", disable=None) as bar:
         p = profile(model, filter(None, chain.from_iterable(one_of_each_file)), ratios, threshold=a.threshold,
-                    per_ratio=a.samples, batch=a.batch, gen_length=a.gen_length,
+                    max_depth=a.max_depth, per_ratio=a.samples, batch=a.batch, gen_length=a.gen_length,
                     fingerprint=fingerprint(a.model), key=[length, a.dtype, a.raw, files],
                     partial=partial, resume=a.resume, progress=bar.update)
     write(p, a.out)
@@ -322,6 +323,7 @@ def main():
     option("--samples", type=int, default=default["per_ratio"], help="samples a ratio (%(default)s)")
     option("--threshold", type=float, default=default["threshold"],
            help="least mean of a shared layer (%(default)s)")
+    option("--max-depth", type=int, metavar="N", help="no depth above N: where a larger one loses answers")
     option("--ratios", default=",".join(map(str, RATIOS)), help="percentages (%(default)s)")
     option("--length", type=int,
            help="tokens of a canvas cut from a plain text (512, or what the model takes)")
@@ -333,7 +335,7 @@ def main():
     option("--svg", type=Path, metavar="FILE", help="also draw the map")
     option("--mask-token", metavar="TOKEN",
            help="how the mask is spelled, where the folder does not say: '<M>'")
-    option("--device", default="cpu", help="cpu (default) or cuda")
+    option("--device", default="cpu", help="cpu or cuda (%(default)s)")
     option("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="%(default)s")
     option("--resume", action="store_true", help="go on from what an interrupted run left beside --out")
     try:
