@@ -1,5 +1,4 @@
-"""Who may start, and with what: the prefix looked up, the depth chosen, pages counted, room made, a new
-prefix encoded.
+"""Who may start, and with what: the prefix looked up, the depth chosen, room made, a new prefix encoded.
 
     admission.check(request)                    # can there ever be room? ValueError if not
     run = admission.admit(waiting, alone)       # its pages are its own now; None: there is no room yet
@@ -17,7 +16,7 @@ import torch
 
 import decoding
 import depth as depths
-from cache import PAGE, Cache, Entry, Repeats, count_pages
+from cache import PAGE, Cache, Entry, Lease, Repeats, count_pages
 from files import BadInput
 from model import Transformer
 from request import Request
@@ -41,10 +40,11 @@ class Admission:
     """
 
     def __init__(self, model: Transformer, cache: Cache, step, guard, counts, *, mode: str, depth, table,
-                 self_profile, auto_prefix: bool, suffix_layers: int, bucket):
+                 self_profile, auto_prefix: bool, suffix_layers: int, bucket, standin: str):
         self.model, self.cache, self.step, self.guard, self.counts = model, cache, step, guard, counts
         self.mode, self.depth, self.table, self.self_profile = mode, depth, table, self_profile
         self.suffix_layers, self.bucket = suffix_layers, bucket
+        self.standin = getattr(table, "standin", "none") if standin == "table" else standin
         self.repeats = Repeats() if auto_prefix and mode == "bicache" else None
 
     # -- a request by itself ---------------------------------------------------------------------------------
@@ -58,13 +58,16 @@ class Admission:
                            f"set cache_mb to {math.ceil(need * 100) / 100:g} or more")
 
     def _named(self, r: Request) -> int | None:
-        """P as the request names it, or None: whatever is stored. One prompt token is always left to the
-        suffix."""
+        """P as the request names it, or None: whatever is stored. One prompt token is left to the suffix."""
         if self.mode == "none":
             return 0
         if r.prefix_len is None:
             return len(r.prompt) - 1 if self.mode == "intra" else None
         return min(r.prefix_len, len(r.prompt) - 1)
+
+    def _salt(self, r: Request) -> tuple:
+        """What sets apart prefixes of equal ids: whose they are, and how many MASK stood behind them."""
+        return r.salt, depths.count_standin(self.standin, r.gen_length)
 
     def _limit(self, P: int, T: int) -> int:
         """The most that a request may share: the safe depth b for P of T tokens, floored to a boundary."""
@@ -100,8 +103,7 @@ class Admission:
     # -- a request among others ------------------------------------------------------------------------------
 
     def admit(self, waiting: Waiting, alone: bool) -> Running | None:
-        """Start a request: None while there is no room for its pages. RuntimeError if there is none though
-        it is `alone`."""
+        """Start a request: None while there is no room for its pages; RuntimeError then if it is `alone`."""
         r, cache = waiting.request, self.cache
         if waiting.prefix_len is None:                      # once: a second look would meet itself
             named = self._named(r)
@@ -110,7 +112,7 @@ class Admission:
         plan = self._plan(r, P)
         # For guidance a shadow steps along in the same passes: the same canvas behind a prompt of masks.
         prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)] if r.cfg_scale else [r.prompt]
-        entries = [cache.find(prompt[:P], r.salt, P) if plan.store else None for prompt in prompts]
+        entries = [cache.find(prompt[:P], self._salt(r), P) if plan.store else None for prompt in prompts]
         new = entries.count(None) if plan.store else 0
         own = len(prompts) * cache.pages_needed(P, T - P, plan.depth, self.suffix_layers)
         shared = new * count_pages(P)
@@ -131,7 +133,7 @@ class Admission:
         one, if anything of it can be shared and fits beside the request. Raises the count of misses if
         not."""
         ids = r.prompt[:-1]
-        entry = self.cache.find(ids, r.salt)
+        entry = self.cache.find(ids, self._salt(r))
         stored = len(entry.ids) if entry else 0
         known = self.repeats.count(ids, r.salt) if self.repeats else 0
         if stored and known < stored + PAGE:                # not one more entry for a few ids
@@ -148,7 +150,7 @@ class Admission:
         limit = self._limit(P, T)
         if not self.guard or not limit:
             return Plan(limit, limit, limit > 0)
-        depth, measured = self.guard.advise(r.prompt[:P], r.salt, T, limit)
+        depth, measured = self.guard.advise(r.prompt[:P], self._salt(r), T, limit)
         depth = self._floor(depth)
         if not self._fits(r, P, depth):     # sharing less takes more pages; without the prefix it always fits
             return Plan(limit, 0, False)
@@ -173,46 +175,48 @@ class Admission:
         return run
 
     def _open(self, waiting: Waiting, prompt: list, plan: Plan, entry: Entry | None) -> Running:
-        """Give a canvas its pages, for which there is room, and encode its prefix if that is to be stored
-        and is not."""
-        r, P, L = waiting.request, waiting.prefix_len, self.model.config.layers
-        mask_id = self.model.config.mask_id
+        """Give a canvas its pages, for which there is room, and encode its prefix if that is to be stored."""
+        r, P, mask_id = waiting.request, waiting.prefix_len, self.model.config.mask_id
         canvas = torch.tensor(r.canvas or [mask_id] * r.gen_length)                         # (G,)
         masked = canvas == mask_id          # the one place where the ids say so; from here on this does
         given = (~masked).nonzero()
         suffix = torch.cat([torch.tensor(prompt[P:]), canvas])                              # (S,)
         blocks = decoding.plan_blocks(r, masked)
-        new = plan.store and entry is None
+        new, salt, work = plan.store and entry is None, self._salt(r), 0.0
         if new:
-            entry = self.cache.allocate(prompt[:P], r.salt)
+            entry = self.cache.allocate(prompt[:P], salt)
         lease = self.cache.open(entry, P, len(suffix), plan.depth, self.suffix_layers)
         if new:
             try:
-                self._encode(entry)
+                work = self._encode(entry, lease)
             except BaseException:           # nor must it leave half an entry
                 self.cache.close(lease)
                 self.cache.discard(entry)
                 raise
-        return Running(waiting.index, r, prompt, lease, P, plan.depth, hit=plan.depth > 0 and not new,
+        return Running(waiting.index, r, prompt, lease, salt, P, plan.depth, hit=plan.depth > 0 and not new,
                        suffix=suffix, masked=masked, blocks=blocks,
-                       free_from=int(given[-1]) + 1 if len(given) else 0,
-                       encode_token_layers=(L - 0.5) * P if new else 0)
+                       free_from=int(given[-1]) + 1 if len(given) else 0, encode_token_layers=work)
 
-    def _encode(self, entry: Entry) -> None:
-        """Run the prefix alone, all its rows in both directions, and publish its K/V and boundary states: the
-        paper's prefix-only K/V."""
-        P, device = len(entry.ids), self.cache.kv.device
+    def _encode(self, entry: Entry, lease: Lease) -> float:
+        """Run the prefix, all rows in both directions, and publish its K/V and boundary states: alone (the
+        paper's prefix-only K/V), or before its stand-in, whose K/V go to the request's suffix pages and are
+        lost. Returns the token-layers."""
+        c, P, n, device = self.model.config, len(entry.ids), entry.salt[1], self.cache.kv.device
         one = lambda n: torch.tensor([n], device=device)
-        none = torch.empty(1, 0, dtype=torch.long, device=device)
-        padding = min(self.bucket(P, PAGE), self.model.config.max_len) - P
-        ids = torch.tensor([entry.ids + (0,) * padding], device=device)
-        x = self.model.embed(ids)                                                   # (1, P + padding, hidden)
-        batch = Pass(none, one(0), one(0), one(entry.id), one(P), one(0), none[0])
-        boundaries = tuple(self.cache.boundaries)
-        _, entering = self.step(batch, decoding.Rules(), count_pages(P + padding), 0, x, boundaries)
+        ids = entry.ids + (0,) * (min(self.bucket(P, PAGE), c.max_len) - P)
+        x = self.model.embed(torch.tensor([ids], device=device))                    # (1, P + padding, hidden)
+        standin = torch.full((1, self.bucket(n, 16) if n else 0), c.mask_id, device=device)
+        batch = Pass(standin, one(0), one(n), one(entry.id), one(P), one(n), standin[0, :0])
+        table, behind = self.cache.table, slice(count_pages(P), -1)
+        table[entry.id, :, behind] = table[lease.id, :, behind]
+        pages = min(count_pages(len(ids)) + count_pages(n), table.shape[2] - 1)
+        _, entering = self.step(batch, decoding.Rules(), pages, 0, x, tuple(self.cache.boundaries))
+        table[entry.id, :, behind] = 0
         self.cache.write_boundaries(entry, [x[:, :P] for x in entering])
         self.cache.publish(entry)
-        self.counts.update(encoded_prefixes=1, token_layers=(self.model.config.layers - 0.5) * P)
+        work = (c.layers - 0.5) * P + c.layers * n
+        self.counts.update(encoded_prefixes=1, token_layers=work)
+        return work
 
     def close(self, run: Running) -> None:
         """Give back what a request holds; nothing if it has given it back already."""

@@ -25,11 +25,10 @@ MAX_ENTRIES = 256       # shared prefixes at most: each is a row of the tables, 
 
 @dataclass(eq=False)
 class Entry:
-    """A shared prefix. `users` counts the running requests whose tables name its pages: it cannot be
-    evicted then."""
+    """A shared prefix. `users`, the running requests whose tables name its pages, keep it."""
     id: int
     ids: tuple
-    salt: str
+    salt: tuple             # whose it is, and its stand-in: how many MASK stood behind it
     pages: list = field(repr=False)
     hidden_pages: list = field(repr=False)
     users: int = 0
@@ -99,8 +98,7 @@ class Cache:
             yield h
 
     def find(self, ids, salt="", length=None) -> Entry | None:
-        """The longest stored prefix whose ids equal the first of `ids`; with `length`, only one of that
-        length."""
+        """The longest stored prefix whose ids equal the first of `ids`, or only one of that `length`."""
         found = None
         for n, h in enumerate(self._hashes(ids if length is None else ids[:length], salt), 1):
             if h in self.index and (length is None or n == length):
@@ -112,8 +110,7 @@ class Cache:
         return found
 
     def allocate(self, ids, salt="") -> Entry | None:
-        """Pages for a new shared prefix in all layers, or None if they cannot be had now. Not yet found by
-        `find`."""
+        """Pages for a new shared prefix in all layers, or None if there are none. Not yet found by `find`."""
         n, nb = count_pages(len(ids)), len(self.boundaries)
         if not self.make_room(n * self.layers, n * nb):
             return None
@@ -255,8 +252,7 @@ class Cache:
         self.free_ids.append(id)
 
     def stats(self) -> dict:
-        """Entries, tokens and bytes now (pages in use, running requests' included), and what happened so
-        far."""
+        """Entries, tokens and bytes now (also of running requests), and what happened so far."""
         used = (self.kv.shape[0] - 2 - len(self.free)) * self.kv_bytes
         used += (self.hidden.shape[0] - 1 - len(self.free_hidden)) * self.hidden_bytes
         return dict(entries=len(self.entries), tokens=sum(len(e.ids) for e in self.entries.values()),
@@ -265,8 +261,7 @@ class Cache:
 
 
 class Repeats:
-    """Which leading ids were seen before, so that what two requests have in common can become a shared
-    prefix.
+    """Which leading ids were seen before, so that what requests have in common can become a shared prefix.
 
     Ids are counted in whole blocks of 16 and remembered as one chained hash a block: at most ENTRIES of
     them, some 100 bytes each, the longest unseen forgotten first. A false match costs an entry nobody

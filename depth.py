@@ -27,15 +27,16 @@ PUBLISHED = {
         76: 12, 85: 13, 86: 14, 92: 16, 94: 17, 95: 18, 96: 28}),
 }
 RATIOS = (*range(5, 100, 5), 97, 98, 99)        # percent, at which depths are measured
+STANDINS = ("none", "masks")
 
 
 class Table(dict):
-    """{percent: depth}, and the mean similarity that each shared layer was held to."""
-    threshold = 0.97
+    """{percent: depth}, the mean similarity that each shared layer was held to, and its stand-in."""
+    threshold, standin = 0.97, "none"
 
-    def __init__(self, depths, threshold=threshold):
+    def __init__(self, depths, threshold=threshold, standin=standin):
         super().__init__(depths)
-        self.threshold = threshold
+        self.threshold, self.standin = threshold, standin
 
 
 def lookup(table: dict | None, P: int, T: int) -> int:
@@ -66,7 +67,8 @@ def _own_table(folder: Path, layers: int, remedy: str) -> Table:
         percents, depths = range(101), range(raw["layers"] + 1)
         # `index` raises ValueError for what is not in the range.
         table = {percents.index(int(percent)): depths.index(depth) for percent, depth in raw["table"].items()}
-        table = Table(table, float(raw.get("threshold", Table.threshold)))
+        standin = STANDINS[STANDINS.index(raw.get("standin", Table.standin))]
+        table = Table(table, float(raw.get("threshold", Table.threshold)), standin)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadInput(f"{path} is no depth table ({e!r}); delete it or measure again: {remedy}") from e
     if owner != (fingerprint(folder), layers):
@@ -89,6 +91,12 @@ def _published_table(folder: Path, layers: int) -> Table | None:
 
 def _last_part(name) -> str:
     return Path(str(name)).name.lower()
+
+
+def count_standin(standin: str, gen_length: int) -> int:
+    """How many MASK stand behind a prefix while it is encoded, in place of a request's own rows: the power of
+    two at or below G, so that those of like length share an entry, and none meets more than it has."""
+    return 1 << gen_length.bit_length() - 1 if standin == "masks" else 0
 
 
 def closeness(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ from request import Event, Request, Result, check, whole
 from running import Running, Stream, Waiting
 from step import Layout, Step, bucket, exact, lay_out, prefix_rows, shared_pages
 
-CACHE_MODES = ("none", "intra", "bicache", "naive")
-WINDOWS = ("all", "rest", "block")
+CHOICES = dict(cache=("none", "intra", "bicache", "naive"), window=("all", "rest", "block"),
+               standin=("table", *depths.STANDINS))
 
 
 class NotFinite(BadInput):
@@ -56,14 +56,16 @@ class Engine:
     K/V and boundary states, allocated here. auto_prefix: leading ids that two requests had in common become
     a shared prefix. attention: triton, torch or auto. measure: at one refresh in so many (0: none) the
     guard looks whether the table holds for the prefix (guard.py). self_profile: no table; each prefix gets
-    the depth at which its own K/V were measured to be that much alike (0.97, say).
+    the depth at which its own K/V were measured to be that much alike (0.97, say). standin: `masks` to encode
+    a prefix with MASK behind it, `none`, or as the `table` was measured.
     """
 
     def __init__(self, model: Transformer, *, cache="bicache", depth="auto", refresh=16, window="all",
                  cache_mb=256, max_batch=8, compile="auto", attention="auto", auto_prefix=True, measure=None,
-                 self_profile=None, table=None, tokenizer=None, key=""):
+                 self_profile=None, standin="table", table=None, tokenizer=None, key=""):
         L, weight = model.config.layers, model.embed.weight
-        _check_options(L, cache, window, depth, refresh=refresh, max_batch=max_batch, cache_mb=cache_mb)
+        _check_options(L, depth, dict(cache=cache, window=window, standin=standin), refresh=refresh,
+                       max_batch=max_batch, cache_mb=cache_mb)
         auto = cache == "bicache" and depth == "auto"
         guard.check(measure, self_profile, table, auto)
         if auto and table is None and not self_profile:
@@ -89,7 +91,7 @@ class Engine:
         self.admission = Admission(
             model, self.cache, self.step, self.guard, self.counts, mode=cache, depth=depth, table=table,
             self_profile=self_profile, auto_prefix=auto_prefix, bucket=self.bucket,
-            suffix_layers=1 if window == "all" else L)
+            suffix_layers=1 if window == "all" else L, standin=standin)
 
     @classmethod
     def from_folder(cls, path, *, cache="bicache", depth="auto", refresh=16, window="all", device="cpu",
@@ -206,8 +208,7 @@ class Engine:
             stream.waiting.popleft()
 
     def _next(self, stream: Stream, patient: bool) -> bool:
-        """Whether a request waits; if none does, ask the source. With nothing else to do, give it a
-        moment."""
+        """Whether a request waits; if none does, ask the source, with nothing else to do for a moment."""
         if not stream.waiting and stream.source:
             try:
                 request = next(stream.source)
@@ -322,10 +323,10 @@ def _boundaries(layers: int) -> range:
     return range(1, layers) if layers <= 16 else range(3, layers - 1, 4)
 
 
-def _check_options(layers: int, cache, window, depth, **positive) -> None:
-    for name, value, known in (("cache", cache, CACHE_MODES), ("window", window, WINDOWS)):
-        if value not in known:
-            raise BadInput(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+def _check_options(layers: int, depth, chosen: dict, **positive) -> None:
+    for name, value in chosen.items():
+        if value not in CHOICES[name]:
+            raise BadInput(f"{name} is {value!r}; it must be one of {', '.join(CHOICES[name])}")
     if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= layers):
         raise BadInput(f"depth is {depth!r}; it must be 'auto' or a layer count from 0 to {layers}")
     for name, value in positive.items():

@@ -1,5 +1,4 @@
-"""Online measurement of the safe depth: do the shared K/V resemble the exact ones for the prefixes that
-really come?
+"""Online measurement of the safe depth: do the shared K/V resemble the exact ones for real prefixes?
 
 A depth table is an average over other texts. The guard compares, for the first request on a new prefix and
 then at one refresh in `every`, the shared K/V with those of the whole canvas run from layer 0, and keeps a
@@ -101,9 +100,8 @@ class Guard:
         self.bins = OrderedDict()               # (prefix, percent, table's depth) -> Bin
         self.samples, self.spent = 0, [0, 0]    # token-layers of first and of further measurements
 
-    def advise(self, ids: list, salt: str, T: int, limit: int) -> tuple[int, bool]:
-        """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T tokens; and whether that
-        was measured."""
+    def advise(self, ids: list, salt: tuple, T: int, limit: int) -> tuple[int, bool]:
+        """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T; and whether that was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
         known = [at for at in BINS if (prefix, at, limit) in self.bins]
         table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in known}
@@ -151,7 +149,7 @@ class Guard:
 
     def _key(self, run: Running) -> tuple:
         # A hash and no ids to confirm it: the wrong prefix' mean could only choose a depth up to the table's.
-        prefix = hash((run.request.salt, *run.prompt[:run.prefix_len]))
+        prefix = hash((run.salt, *run.prompt[:run.prefix_len]))
         return prefix, ratio_bin(run.prefix_len, run.total), run.table_depth
 
     def _safe(self, mean: Tensor) -> int:

@@ -22,6 +22,7 @@ class Running:
     request: Request
     prompt: list
     lease: Lease | None
+    salt: tuple                             # of the shared prefix: the request's, and its stand-in
     prefix_len: int
     depth: int
     hit: bool

@@ -69,8 +69,7 @@ def lay_out(runs: list, shadows: list, kind: str, config, bucket) -> Layout:
 
 
 def _padded(rows: Tensor, runs: list, bucket) -> Tensor:
-    """Where lengths are rounded, rows for the whole blocks: as many at each step of a block, so one graph
-    for all."""
+    """Where lengths are rounded, rows for the whole blocks, as many at each step: one graph for all."""
     if bucket is exact:
         return rows
     most = sum(run.blocks[0].size for run in runs)
@@ -179,8 +178,7 @@ class Step:
 
 
 def bucket(n: int, least: int) -> int:
-    """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): a compiled graph serves all lengths of a
-    bucket."""
+    """n rounded up to least * (1, 2, 3, 4, 6, 8, 12, ...): one graph serves all lengths of a bucket."""
     size = least
     while size < n:
         if size == least:

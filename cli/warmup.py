@@ -32,7 +32,7 @@ class Recorder:
 
     def __call__(self, batch, rules, pages_read, depth=None, prefix=None, boundaries=(), shared=(0, 0)):
         key = shapes((batch, rules, pages_read, depth, prefix, boundaries, shared))
-        encodes = not batch.ids.shape[1]            # what it computes is stored: it runs each time
+        encodes = not len(batch.active)             # what it computes is stored: it runs each time
         if key not in self.met or encodes:
             self.told(key not in self.met)
             self.met.add(key)
