@@ -101,7 +101,7 @@ class Guard:
         self.samples, self.spent = 0, [0, 0]    # token-layers of first and of further measurements
 
     def advise(self, ids: list, salt: tuple, T: int, limit: int) -> tuple[int, bool]:
-        """Layers to share, at most `limit`, for the prefix `ids` on a canvas of T; and whether that was measured."""
+        """Layers to share, at most `limit`, for prefix `ids` on a canvas of T; and if that was measured."""
         prefix, here = hash((salt, *ids)), ratio_bin(len(ids), T)
         known = [at for at in BINS if (prefix, at, limit) in self.bins]
         table = {at: self._safe(self.bins[prefix, at, limit].mean) for at in known}

@@ -102,6 +102,9 @@ def parse(argv=None) -> argparse.Namespace:
     add("--self-profile", type=float, nargs="?", const=0.97, metavar="S",
         help="no table: measure each prefix at its first request, then share the layers that are alike by S "
              "(0.97)")
+    add("--standin", choices=["table", "masks", "none"],
+        help="what stands behind a prefix while it is encoded: as many MASK as the power of two at or below "
+             "--gen-length, none, or as the table was measured (default)")
     add("--refresh", type=int, help="steps between recomputations of the prefix above the depth (default 16)")
     add("--window", choices=["all", "rest", "block"],
         help="rows computed after a block's first step: all of the request's own (default), the rest from "
@@ -196,6 +199,7 @@ def check_options(a: argparse.Namespace) -> None:
             (a.auto_prefix is not None and not shares,
              "--auto-prefix has an effect only with --cache bicache"),
             (a.salt and a.cache in ("none", "intra"), f"--salt has no effect with --cache {a.cache}"),
+            (a.standin and a.cache in ("none", "intra"), f"--standin has no effect with --cache {a.cache}"),
             (a.refresh is not None and a.cache in ("none", "naive"),
              f"--refresh has no effect with --cache {a.cache}"),
             (a.json and (a.trace or a.compare or a.watch),

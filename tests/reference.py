@@ -5,6 +5,7 @@ Written from the papers alone (LLaDA algorithm 5; threshold and factor: Fast-dLL
 and sharing no line with the engine.
 """
 import torch
+import torch.nn.functional as F
 
 
 def plain(model, prompt, gen_length=None, block_length=None, steps=None, threshold=None, factor=None,
@@ -46,6 +47,39 @@ def plain(model, prompt, gen_length=None, block_length=None, steps=None, thresho
             canvas[0, block[order[:n]]] = token[order[:n]]
             block = block[order[n:].sort().values]
     return canvas[0, len(prompt):].tolist(), forwards
+
+
+def reusing(model, prefix, depth, standin=0):
+    """A `forward` for `plain`: below `depth` the prefix has the K/V it had in a pass of its own, with so many
+    MASK behind it; from there up its rows go on as they came out of that pass."""
+    P, states, kept = len(prefix), [], []
+
+    def run(x, layer, positions, store, shared=None):
+        def attend(q, k, v):
+            cos, sin = model.rope(positions)
+            half = q.shape[-1] // 2
+            other = lambda y: torch.cat([-y[..., half:], y[..., :half]], -1)
+            q, k = (y * torch.cat([cos, cos], -1) + other(y) * torch.cat([sin, sin], -1) for y in (q, k))
+            store.append((k, v))
+            if shared:
+                k, v = (torch.cat([old[:, :, :P], new], 2) for old, new in zip(shared, (k, v)))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return layer(x, attend)
+
+    x = model.embed(torch.tensor([prefix + [model.config.mask_id] * standin]))
+    for layer in model.layers:
+        states.append(x[:, :P])
+        x = run(x, layer, torch.arange(P + standin)[None], kept)
+
+    def forward(canvas):
+        at = torch.arange(canvas.shape[1])[None]
+        x = model.embed(canvas[:, P:])
+        for i, layer in enumerate(model.layers):
+            if i == depth:
+                x = torch.cat([states[i], x], 1)
+            x = run(x, layer, at[:, P:], [], kept[i]) if i < depth else run(x, layer, at, [])
+        return F.pad(model.logits(x), (0, 0, canvas.shape[1] - x.shape[1], 0))
+    return forward
 
 
 def count_by_factor(confidence: list, factor: float) -> int:

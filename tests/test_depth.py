@@ -99,7 +99,8 @@ def test_no_table_warns_once(tmp_path):
     (dict(fingerprint="0" * 16), "another model"), (dict(layers=7), "another model"), ("{", "no depth table"),
     ("[]", "no depth table"), (dict(table={"50": 7}), "no depth table"),
     (dict(table={"50": "2"}), "no depth table"), (dict(table={"150": 2}), "no depth table"),
-    (dict(table={"x": 2}), "no depth table"), (dict(table=None), "no depth table")])
+    (dict(table={"x": 2}), "no depth table"), (dict(standin="text"), "no depth table"),
+    (dict(table=None), "no depth table")])
 def test_refused_table(tmp_path, change, message):
     """A depth.json of another model, or broken, is refused in one sentence: never ignored, never used."""
     folder = tmp_path / "llada"

@@ -158,7 +158,7 @@ def test_depth_stops_where_the_suffix_enters():
 def test_table_is_leading_and_monotone(llada, monkeypatch, rows, table):
     """The depth counts leading layers at or above the threshold, but the last one unless it is the last of
     all; a larger ratio that has less lowers the smaller ones."""
-    monkeypatch.setattr(profiler, "similarity", lambda model, canvases, prefix_lens: torch.tensor(
+    monkeypatch.setattr(profiler, "similarity", lambda model, canvases, prefix_lens, *_: torch.tensor(
         [rows[P] for P in prefix_lens], dtype=torch.float64))
     found = profiler.profile(llada, [(prompt(100), None)], rows)
     assert found.table == table
@@ -169,7 +169,7 @@ def test_worst_decile(llada, monkeypatch):
     """`worst` is the similarity that a tenth of the samples does not pass, to 0.001; exact layers have
     1.0."""
     values = iter([[1.0, v / 100, 0.5, -0.2] for v in range(99, 79, -1)])               # 0.99, 0.98 ... 0.80
-    monkeypatch.setattr(profiler, "similarity", lambda model, canvases, prefix_lens: torch.tensor(
+    monkeypatch.setattr(profiler, "similarity", lambda model, canvases, prefix_lens, *_: torch.tensor(
         [next(values) for _ in canvases], dtype=torch.float64))
     found = profiler.profile(llada, texts(20), (50,))
     assert found.worst == [[1.0, pytest.approx(0.81, abs=0.0011), 0.5, 0.0]]

@@ -13,7 +13,7 @@ import json
 import sys
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
-from itertools import chain, groupby, islice, product, zip_longest
+from itertools import chain, groupby, islice, product, repeat, zip_longest
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from depth import RATIOS, Table, closeness, safe_depth  # noqa: E402
+from depth import RATIOS, STANDINS, Table, closeness, count_standin, safe_depth  # noqa: E402
 from cli.lines import check_chat  # noqa: E402
 from files import BadInput, read_lines, replace  # noqa: E402
 from hub.checkpoint import fingerprint, load  # noqa: E402
@@ -39,17 +39,16 @@ BINS = 1001         # of similarity, 0.001 wide from 0 up: enough for the worst 
 
 
 @torch.inference_mode()
-def similarity(model: Transformer, canvases, prefix_lens) -> Tensor:
-    """How alike the K/V of each canvas' first P ids are when run alone and in the whole canvas: (n, L)
-    float64.
+def similarity(model: Transformer, canvases, prefix_lens, standins=repeat(0)) -> Tensor:
+    """How alike the K/V of each canvas' first P ids are when run alone (or before so many MASK) and in the
+    whole canvas: (n, L) float64.
 
     Per layer the mean over prefix tokens of the cosine, the heads of a token laid in one vector, K (after
-    RoPE) and V averaged. Equal sequences, canvas or prefix, run once; those of like length run together,
-    padded.
+    RoPE) and V averaged. Equal sequences run once; those of like length run together, padded.
     """
-    pairs = [(tuple(canvas[:P]), tuple(canvas)) for canvas, P in zip(canvases, prefix_lens, strict=True)]
-    for (alone, _), P in zip(pairs, prefix_lens):
-        assert 1 <= P == len(alone), "a prefix has 1 to all ids of its canvas"
+    assert all(1 <= P <= len(canvas) for canvas, P in zip(canvases, prefix_lens, strict=True))
+    pairs = [((*canvas[:P], *[model.config.mask_id] * n), tuple(canvas))
+             for canvas, P, n in zip(canvases, prefix_lens, standins)]
     batches, first = _lay_out(model, {ids for pair in pairs for ids in pair})
     device = model.embed.weight.device
 
@@ -134,6 +133,7 @@ class Profile:
     threshold: float
     table: dict                 # {percent: depth}
     fingerprint: str = ""
+    standin: str = "none"
 
 
 class Sums:
@@ -160,7 +160,7 @@ class Sums:
             raise BadInput(f"{path} is of a run with other options or inputs; repeat those or leave out "
                            "--resume")
 
-    def result(self, ratios: list, threshold: float, max_depth: int | None, fingerprint: str) -> Profile:
+    def result(self, ratios: list, threshold: float, max_depth: int | None, *origin: str) -> Profile:
         had = self.counts > 0
         if not had.any():
             raise BadInput("no sample meets any ratio: a text needs --length tokens (and as the model takes),"
@@ -172,12 +172,12 @@ class Sums:
         depths = safe_depth(mean >= threshold).clamp(0, max_depth)
         depths = depths.flip(0).cummin(0).values.flip(0).tolist()           # no more than at any larger ratio
         return Profile(ratios, n.tolist(), mean.tolist(), worst.tolist(), threshold,
-                       dict(zip(ratios, depths)), fingerprint)
+                       dict(zip(ratios, depths)), *origin)
 
 
 def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.threshold, max_depth=None,
-            per_ratio=32, batch=4, gen_length=None, fingerprint="", partial=None, resume=False, key="",
-            progress=lambda cuts: None) -> Profile:
+            per_ratio=32, batch=4, gen_length=None, standin="none", fingerprint="", partial=None,
+            resume=False, key="", progress=lambda cuts: None) -> Profile:
     """Measure samples (as for `cut`; read once) at ratios (percent) until each ratio has per_ratio of them.
 
     The depth is that of the layers with mean >= threshold (`safe_depth`), at most max_depth, lowered where a
@@ -186,7 +186,7 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
     `resume` goes on from there, in the same run (`key` names the samples).
     """
     ratios, sums = sorted(set(ratios)), Sums(len(set(ratios)), model.config.layers)
-    key = repr((key, fingerprint, ratios, per_ratio, batch, gen_length))
+    key = repr((key, fingerprint, ratios, per_ratio, batch, gen_length, standin))
     if resume and Path(partial).is_file():
         sums.load(partial, key)
     progress(int(sums.counts.sum()))
@@ -197,10 +197,10 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
         for sample, (j, percent) in product(chunk, enumerate(ratios)):
             if sums.counts[j] < per_ratio and (found := cut(sample, percent, model.config, gen_length)):
                 sums.counts[j] += 1
-                tasks.append((j, *found))
+                tasks.append((j, *found, count_standin(standin, len(found[0]) - len(sample[0]))))
         if tasks:
-            at, canvases, prefix_lens = zip(*tasks)
-            values = similarity(model, canvases, prefix_lens)                       # (tasks, L)
+            at, canvases, prefix_lens, standins = zip(*tasks)
+            values = similarity(model, canvases, prefix_lens, standins)             # (tasks, L)
             if not values.isfinite().all():
                 raise BadInput("the model gives K/V that are not finite; check its weights, or use --dtype "
                                "float32")
@@ -208,7 +208,7 @@ def profile(model: Transformer, samples, ratios=RATIOS, *, threshold=Table.thres
         if partial:
             sums.save(partial, key)
         progress(len(tasks))
-    return sums.result(ratios, threshold, max_depth, fingerprint)
+    return sums.result(ratios, threshold, max_depth, fingerprint, standin)
 
 
 def write(p: Profile, path) -> None:
@@ -216,8 +216,8 @@ def write(p: Profile, path) -> None:
     rows = lambda values: {r: [round(v, 6) for v in row] for r, row in zip(p.ratios, values)}
     content = dict(
         version=1, date=datetime.now(timezone.utc).isoformat(timespec="seconds"), fingerprint=p.fingerprint,
-        layers=len(p.mean[0]), threshold=p.threshold, table=p.table, samples=dict(zip(p.ratios, p.samples)),
-        mean=rows(p.mean), worst_decile=rows(p.worst))
+        layers=len(p.mean[0]), threshold=p.threshold, table=p.table, standin=p.standin,
+        samples=dict(zip(p.ratios, p.samples)), mean=rows(p.mean), worst_decile=rows(p.worst))
     lines = ",\n".join(f'"{name}": {json.dumps(value)}' for name, value in content.items())
     replace(path, lambda to: to.write_text(f"{{{lines}}}\n", "utf-8"))
 
@@ -271,14 +271,14 @@ def check(a) -> None:
             (not 0 < a.threshold <= 1, "--threshold must be above 0 and at most 1"),
             (any(n is not None and n < 1 for n in counts), "counts and lengths start at 1"),
             (a.length and all(chats), "--length cuts plain texts and there is none; leave it out"),
+            (a.standin != "none" and not all(chats), "--standin masks is for requests (.jsonl) only"),
             (a.gen_length and not any(chats),
              "--gen-length bounds requests (.jsonl) and there are none; leave it out"),
             (a.raw and not any(chats), "--raw is for requests (.jsonl) and there are none; leave it out")):
         if wrong:
             raise BadInput(why)
-    for path in a.text:
-        if not path.is_file():
-            raise BadInput(f"--text {path} is no file")
+    if missing := [path for path in a.text if not path.is_file()]:
+        raise BadInput(f"--text {missing[0]} is no file")
     written = [path for path in (a.out, a.svg) if path]
     if len({path.resolve() for path in (*written, *a.text)}) < len(written) + len(set(a.text)):
         raise BadInput("--out, --svg and --text name one file twice; nothing is written over what is read")
@@ -302,7 +302,7 @@ def run(a) -> None:
     with tqdm(total=a.samples * len(ratios), desc="profile", unit="cut", disable=None) as bar:
         p = profile(model, filter(None, chain.from_iterable(one_of_each_file)), ratios, threshold=a.threshold,
                     max_depth=a.max_depth, per_ratio=a.samples, batch=a.batch, gen_length=a.gen_length,
-                    fingerprint=fingerprint(a.model), key=[length, a.dtype, a.raw, files],
+                    standin=a.standin, fingerprint=fingerprint(a.model), key=[length, a.dtype, a.raw, files],
                     partial=partial, resume=a.resume, progress=bar.update)
     write(p, a.out)
     if a.svg:
@@ -321,13 +321,13 @@ def main():
     option("--text", type=Path, required=True, nargs="+", metavar="FILE",
            help="plain texts; .jsonl: requests, one a line")
     option("--samples", type=int, default=default["per_ratio"], help="samples a ratio (%(default)s)")
-    option("--threshold", type=float, default=default["threshold"],
-           help="least mean of a shared layer (%(default)s)")
+    option("--threshold", type=float, default=default["threshold"], help="least mean shared (%(default)s)")
     option("--max-depth", type=int, metavar="N", help="no depth above N: where a larger one loses answers")
     option("--ratios", default=",".join(map(str, RATIOS)), help="percentages (%(default)s)")
     option("--length", type=int,
            help="tokens of a canvas cut from a plain text (512, or what the model takes)")
     option("--gen-length", type=int, help="most MASK behind a request (what the model takes)")
+    option("--standin", choices=STANDINS, default="none", help="encoded with MASK behind (%(default)s)")
     option("--raw", action="store_true", help="requests are running text, whatever chat template there is")
     option("--batch", type=int, default=default["batch"],
            help="samples run together, at all ratios (%(default)s)")
