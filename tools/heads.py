@@ -24,10 +24,10 @@ import torch.nn.functional as F
 
 import staff
 from model import Transformer
-from staff import MASK, Language
+from staff import MASK, SYSTEM, Language
 
 HEADS = (("near -1", "near 1", "subject", "object"),
-         ("near -2", "free", "same", "same"),
+         ("near -2", "count", "same", "same"),
          ("near -4", "near 2", "same", "same"),
          ("mark object", "recall", "same", "mark subject"),
          ("find", "recall", "spread", "spread"),
@@ -48,7 +48,7 @@ def start(model: Transformer, lang: Language, seed: int):
             p.copy_(normal(*p.shape) * p.shape[1] ** -0.5)
             if ".o." in name or ".down." in name:       # what is at random stays out of the named subspaces
                 p.copy_(rest.T @ (rest @ p) * (2 * c.layers) ** -0.5)
-    (by_object, by_subject, _), half = W.split(1), len(rest) // 2
+    (by_object, by_subject, number), half = W.split(1), len(rest) // 2
     extra, questions = torch.zeros(c.vocab, c.hidden), lang.ids("Who Which What How") + lang.ids("Who?")[-1:]
     ids = lambda words: [lang.ids(str(word))[0] for word in words]
     members = ids(staff.NAMES), ids(staff.CITIES), ids(staff.ROOMS), [MASK], questions
@@ -59,9 +59,12 @@ def start(model: Transformer, lang: Language, seed: int):
     model.embed.weight.copy_(own * (6 - extra.square().sum(-1, keepdim=True)).sqrt() + 1.4 * u + extra)
     speed = c.theta ** (-torch.arange(0, D, 2) / D)         # radians a token, of each pair of dimensions
     pairs = lambda chosen: chosen.float().repeat(2)[:, None]
-    slow, fast = pairs(speed < 0.005), (speed > 0.03).float()[:, None]
+    slow, fast = pairs(speed < 0.0015), (speed > 0.03).float()[:, None]
     wide = ((speed > 0.03) & (speed < 0.4)).float()[:, None]
     last = pairs(speed == speed[-1])
+    exact = (slow - last)[:, 0].bool()
+    cities = own[ids(staff.CITIES)] @ rest.T                # codes tell them apart without error
+    codes = torch.eye(int(exact.sum()))[:, :len(cities)] @ torch.linalg.pinv(cities).T @ rest
 
     def turn(pairs, d):
         return torch.cat([pairs * (d * speed[:, None]).cos(), pairs * (d * speed[:, None]).sin()])
@@ -77,7 +80,7 @@ def start(model: Transformer, lang: Language, seed: int):
                 q.mul_(0.1).add_(turn(fast, int(offset[0])) * u)
                 k.mul_(0.1).add_(first * u)
                 o.mul_(0.5)
-                if offset[0] in ("-1", "1", "-2"):
+                if offset[0] in ("-1", "1", "-2", "-4"):
                     v[:1], o[:1] = 0.8 * asks, asked
             elif kind in ("subject", "object"):
                 at, what, where = -4, kinds[:1], S
@@ -108,6 +111,11 @@ def start(model: Transformer, lang: Language, seed: int):
                 k.mul_(0.1).add_(2 * last * (by_object + (by_subject if i == 4 else -by_subject)))
                 v.copy_(S)
                 o.copy_(0.8 * S)
+            elif kind == "count":
+                q.zero_()[exact] = k.zero_()[exact] = 1.1 * codes
+                q.add_(last * kinds[1])
+                k.add_(last * (kinds[1] + 1.5 * own[SYSTEM]))
+                v.zero_()[:1], o.zero_()[:1] = 0.8 * kinds[1], number
             elif kind == "context":
                 for w in (k, v):
                     w.sub_((w @ u.T) * u)

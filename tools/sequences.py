@@ -65,10 +65,12 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
         by_kind[kind].append((question, answer))
     ids, weights, kinds = [SYSTEM, *lang.ids(staff.tell(rng, persons, wordings)), END], [], []
     document = len(ids)
+    final = rng.choices(staff.KINDS, shares[:-1])[0]
+    told = final in staff.MARKED or rng.random() < 0.5      # earlier answers are shown, as in a request
     for turn in range(turns):
         last = turn == turns - 1
-        allowed = [share * (last or kind not in staff.MARKED) for kind, share in zip(staff.KINDS, shares)]
-        kind = rng.choices(staff.KINDS, allowed)[0]
+        allowed = [share * (told or kind not in staff.MARKED) for kind, share in zip(staff.KINDS, shares)]
+        kind = final if last else rng.choices(staff.KINDS, allowed)[0]
         kind = kind if by_kind[kind] else "lookup"
         question, answer = rng.choice(by_kind[kind])
         start, answer = len(ids), lang.ids(answer)
@@ -78,6 +80,7 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
         weight = [3.0 if t in lang.values else 1.0 for t in answer]
         weight += [0.5] + [0.1] * (len(region) - len(answer) - 1)                  # EOS is easy and plenty
         t = 1.0 if rng.random() < (0.4 if last else 0.2) else rng.uniform(0.05, 1)
+        t = t if last or not told else 0.0
         weights += [0.0] * (len(ids) - len(weights))
         kinds += [0] * (len(ids) - len(kinds)) + [STATS.index(kind)] * len(region)
         weights += [w * min(1 / t, 4) if rng.random() < t else 0.0 for w in weight]
@@ -92,11 +95,11 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
     return ids, weights, kinds, Sight(document, start, asked, blind, alone)
 
 
-def batch(rng, lang: Language, most: int, shares: list[float], tokens: int):
+def batch(rng, lang: Language, most: int, shares: list[float], tokens: int, long: float = 0.4):
     """Sequences of one form and about one length, `tokens` in all: (ids, weights, kinds, biases, tokens),
     the first three (B, T); a bias (B, 1, 1 or T, T) for the layers below LATE and one for the others is
-    added to the scores."""
-    people = rng.randint(2, most if rng.random() < 0.4 else min(most, 12))
+    added to the scores. Lists have up to `most` people in a share `long` of the batches, else up to 12."""
+    people = rng.randint(2, most if rng.random() < long else min(most, 12))
     form, told = rng.random(), 0.4 if most < 8 else 0.04
     turns, tail = rng.randint(3, 12), rng.randint(1, 4)
     if form > told + (1 - told) * 0.4:          # a single question, as in a request

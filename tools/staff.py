@@ -2,8 +2,8 @@
 
 A staff list says of each person the room, the city and the manager (one of the list; one person leads the
 team). All is drawn from a `random.Random`, so the same seed gives the same document. Questions have exactly
-one answer, a sentence that restates the fact; for those in MARKED it only names the person, so that no part
-of an answer tells the rest of it:
+one answer, a sentence that restates the fact; for those in MARKED it only names the person or the room, so
+that no part of an answer tells the rest of it:
 
     python tools/staff.py --people 5 --seed 1           # print a document with its questions and answers
 
@@ -26,9 +26,9 @@ NAMES = (
     "Ray Rosa Ruth Sam Sara Ted Tina Tom Uma Vera Walt Will Yan Zoe").split()
 CITIES = "Accra Bern Cairo Delhi Lima Oslo Paris Quito Riga Rome Sofia Tokyo".split()
 ROOMS = range(10, 100)
-KINDS = ("lookup", "reverse", "two_hop", "counting", "both", "other")
-MARKED = ("both", "other")      # two conditions; trained so that a prefix run alone cannot know who is meant
-MOST = 6                        # in one city, and who report to one manager: so counts are small
+KINDS = ("lookup", "reverse", "two_hop", "counting", "other", "other_room")
+MARKED = ("other", "other_room")    # trained so that a prefix run alone cannot know who is meant
+MOST = 4                        # in one city, and who report to one manager: so counts are small
 
 OPENING = "Staff list:"
 # A person in one wording; {boss} is filled from BOSS or LEAD. The name stands before its values in all.
@@ -64,7 +64,7 @@ def team(rng: random.Random, people: int) -> list[Person]:
     names, rooms = rng.sample(NAMES, people), rng.sample(ROOMS, people)
     towns = rng.sample(CITIES, max(rng.randint(2, len(CITIES)), -(-people // MOST)))
     seats = [town for town in towns for _ in range(MOST)]
-    cities = rng.sample(seats, people) if people > 2 * len(towns) else [rng.choice(towns) for _ in names]
+    cities = rng.sample(seats, people)
     reports = dict.fromkeys(names, 0)
     persons = [Person(names[0], rooms[0], cities[0], None)]
     for i in range(1, people):                  # each reports to someone before: a tree
@@ -126,11 +126,8 @@ def questions(rng: random.Random, persons: list[Person]) -> list[tuple[str, str,
         for name in names if 2 <= len(names) <= 3 else ():
             others = rng.sample([x for x in names if x != name], len(names) - 1)
             ask("other", f"It is {name}.", f"Who besides {' and '.join(others)} is in {city}?")
-    for p in persons:
-        peers = [x for x in persons if p.manager and x.manager == p.manager]
-        here = [x for x in peers if x.city == p.city]
-        if len(in_city[p.city]) > 1 < len(peers) and here == [p]:
-            ask("both", f"It is {p.name}.", f"Who in {p.city} reports to {p.manager}?")
+            whose = " and ".join(f"{x}'s" for x in others)
+            ask("other_room", f"It is room {by_name[name].room}.", f"Which room besides {whose} is in {city}?")
     return out
 
 

@@ -179,11 +179,13 @@ def train(args):
         rng = random.Random(f"train/{args.seed}/0/{at['step']}")    # the 0 stands for nothing
         first = ("lookup", "reverse", "blind")
         boost = {kind: 4 if kind in first or at["most"] >= 5 else 0 for kind in STATS}
-        boost["counting"] *= 3 if at["tokens"] > 0.5 * args.tokens else 1   # it comes while the rate is small
+        late = at["tokens"] > 0.4 * args.tokens         # the rate is small: counting comes, of long lists too
+        boost["counting"] *= 3 if late else 1
         right = zip(STATS[1:], at["right"][1:])
         shares = [0.25 + boost[kind] * (1 - r) for kind, r in right]        # more of what is not yet known
         tokens = args.batch if at["most"] > 8 else args.batch // 2
-        ids, weights, kinds, biases, total = batch(rng, lang, at["most"], shares, tokens)
+        long = 0.75 if late else 0.4
+        ids, weights, kinds, biases, total = batch(rng, lang, at["most"], shares, tokens, long)
         # 2. Forward and backward: logits at the masked rows only.
         masked = weights > 0
         truth, weight, kind = ids[masked], weights[masked], kinds[masked]
@@ -242,17 +244,17 @@ def main():
     add("--state", default="tiny.pt", help="file that a stopped run goes on from, written every minute")
     add("--resume", action="store_true", help="go on from --state")
     add("--eval-only", action="store_true", help="only measure --state and write the checkpoint")
-    add("--tokens", type=int, default=15_000_000, help="end after so many; the rate falls to 0 there")
+    add("--tokens", type=int, default=36_000_000, help="end after so many; the rate falls to 0 there")
     add("--batch", type=int, default=4096, help="tokens a step")
     add("--seed", type=int, default=1, help="seed of weights and documents")
     add("--layers", type=int, default=8, help="layers")
     add("--width", type=int, default=128, help="hidden size")
     add("--heads", type=int, default=4, help="attention heads")
     add("--mlp", type=int, default=256, help="inner size of SwiGLU")
-    add("--theta", type=float, default=1e5, help="RoPE base")
+    add("--theta", type=float, default=1e6, help="RoPE base")
     add("--lr", type=float, default=0.003, help="learning rate of Muon (layers)")
     add("--adam-lr", type=float, default=0.001, help="learning rate of Adam (embeddings, norms)")
-    add("--decay", type=float, default=0.6, help="share of the run in which the learning rate falls to 0")
+    add("--decay", type=float, default=0.7, help="share of the run in which the learning rate falls to 0")
     add("--eval-every", type=float, default=10,
         help="minutes between short measurements (each writes the checkpoint)")
     add("--eval-docs", type=int, default=120, help="held-out documents of the last measurement")
