@@ -5,10 +5,11 @@ Upon N(0, 1/fan-in), residual outputs less and out of the named subspaces, each 
 is trained from step 1.
 
 near d:   looks at the row d away: embeddings share a direction u, q and k read it so that RoPE peaks at d.
-          Three of these also tell a row that it is beside `Who`, `Which`, `What`, `How` or `?`: so most
+          Four of these also tell a row that it is beside `Who`, `Which`, `What`, `How` or `?`: so most
           rows of a question know that they are one.
 subject:  looks at the last name before it and notes it in a subspace S.
 object:   looks at the nearest room or city, into R.
+count:    a city looks at its mentions and at the first row; the share that the first gets tells how many.
 same:     q = k read S, on dimensions that RoPE turns slowly: rows about one person see, and copy, each
           other.
 recall:   a row whose R is room 42 looks at the words "42" and takes over their S: who is in room 42?

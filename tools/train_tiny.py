@@ -1,6 +1,6 @@
 """Trains the embedded checkpoint from scratch: a small LLaDA that is asked about staff lists (staff.py).
 
-    python tools/train_tiny.py --state tiny.pt             # 40 minutes on one core, into checkpoints/tiny
+    python tools/train_tiny.py --state tiny.pt             # an hour on one core, into checkpoints/tiny
     python tools/train_tiny.py --state tiny.pt --resume    # goes on after a stop
     python tools/train_tiny.py --state tiny.pt --eval-only --eval-docs 400
 
