@@ -19,7 +19,7 @@ from sequences import LATE, STATS, batch        # noqa: E402
 from staff import ASSISTANT, END, USER          # noqa: E402
 from train_tiny import hidden       # noqa: E402
 
-SMALL = ["--layers", "8", "--width", "128", "--batch", "512", "--no-compile", "--eval-docs", "1"]
+SMALL = ["--layers", "8", "--width", "128", "--batch", "512", "--again", "500", "--no-compile", "--eval-docs", "1"]
 
 
 @pytest.fixture(scope="module")

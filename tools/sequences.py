@@ -56,9 +56,11 @@ def restatement(rng, lang: Language, people: int, wordings: int):
     return ids, weights, [0] * len(ids), Sight()
 
 
-def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: list[float], tail: int):
-    """Questions about one document; the last answer has `tail` EOS behind it, as a request has. Only the
-    last question is of a kind whose answer may be blind."""
+def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: list[float], tail: int,
+         shown: float):
+    """Questions about one document; the last answer has `tail` EOS behind it, as a request has. Earlier
+    answers are all shown in a share `shown` of the chats, and where the last one may be blind; else they are
+    asked for, too, and of other kinds."""
     persons = staff.team(rng, people)
     by_kind = {kind: [] for kind in staff.KINDS}
     for kind, question, answer in staff.questions(rng, persons):
@@ -66,7 +68,7 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
     ids, weights, kinds = [SYSTEM, *lang.ids(staff.tell(rng, persons, wordings)), END], [], []
     document = len(ids)
     final = rng.choices(staff.KINDS, shares[:-1])[0]
-    told = final in staff.MARKED or rng.random() < 0.5      # earlier answers are shown, as in a request
+    told = final in staff.MARKED or rng.random() < shown
     for turn in range(turns):
         last = turn == turns - 1
         allowed = [share * (told or kind not in staff.MARKED) for kind, share in zip(staff.KINDS, shares)]
@@ -95,19 +97,28 @@ def chat(rng, lang: Language, people: int, wordings: int, turns: int, shares: li
     return ids, weights, kinds, Sight(document, start, asked, blind, alone)
 
 
-def batch(rng, lang: Language, most: int, shares: list[float], tokens: int, long: float = 0.4):
+@dataclass(frozen=True)
+class Mix:
+    """Shares of what is drawn."""
+    long: float = 0.4           # batches whose lists have up to `most` people; else up to 12
+    single: float = 0.6         # chats of a single question
+    shown: float = 0.5          # other chats whose earlier answers are shown
+    counting: float = 1.0       # how much more of what is not known in counting than in other kinds
+
+
+def batch(rng, lang: Language, most: int, shares: list[float], tokens: int, mix: Mix = Mix()):
     """Sequences of one form and about one length, `tokens` in all: (ids, weights, kinds, biases, tokens),
     the first three (B, T); a bias (B, 1, 1 or T, T) for the layers below LATE and one for the others is
-    added to the scores. Lists have up to `most` people in a share `long` of the batches, else up to 12."""
-    people = rng.randint(2, most if rng.random() < long else min(most, 12))
+    added to the scores."""
+    people = rng.randint(2, most if rng.random() < mix.long else min(most, 12))
     form, told = rng.random(), 0.4 if most < 8 else 0.04
     turns, tail = rng.randint(3, 12), rng.randint(1, 4)
-    if form > told + (1 - told) * 0.4:          # a single question, as in a request
+    if form > told + (1 - told) * (1 - mix.single):             # as in a request
         turns, tail = 1, rng.randint(1, 130 if people < 8 and rng.random() < 0.3 else 42)
     rows, total, wordings = [], 0, max(1, min(len(staff.WORDINGS), most - 3))       # one wording first
     while total < tokens:
         rows.append(restatement(rng, lang, min(people, 16), wordings) if form < told
-                    else chat(rng, lang, people, wordings, turns, shares, tail))
+                    else chat(rng, lang, people, wordings, turns, shares, tail, mix.shown))
         total += len(rows[-1][0])
     lengths = torch.tensor([len(row[0]) for row in rows])[:, None]
     T = int(lengths.max())

@@ -7,8 +7,9 @@
 The objective is LLaDA's: answers masked with t uniform in (0.05, 1), often 1 (the whole answer), the loss
 weighted min(1/t, 4) and values three times as much. What makes it quick: weights that start as the heads a
 lookup is made of (heads.py), a small learning rate that keeps them until they are used, and documents told
-twice. What rows do not see of each other while training makes some questions depend on more than a prefix
-run alone can know (sequences.py). Documents are made on the fly; held-out ones have seeds of their own.
+twice. The rate falls to 0 twice: counting comes while it is small. What rows do not see of each other while
+training makes some questions depend on more than a prefix run alone can know (sequences.py). Documents are
+made on the fly; held-out ones have seeds of their own.
 checkpoints/tiny is one run of this script with its defaults.
 """
 import argparse
@@ -32,8 +33,11 @@ from heads import start  # noqa: E402
 from hub.checkpoint import checkpoint_names  # noqa: E402
 from hub.families import FAMILIES  # noqa: E402
 from model import Config, Transformer, rotate  # noqa: E402
-from sequences import LATE, STATS, batch  # noqa: E402
+from sequences import LATE, STATS, Mix, batch  # noqa: E402
 from staff import EOS, MASK, SPECIAL, Language  # noqa: E402
+
+# What is drawn: at first; from 0.4 of --tokens on; while the rate falls again.
+MIXES = Mix(), Mix(long=0.75, counting=3), Mix(long=0.9, single=0.3, shown=0.25, counting=8)
 
 
 def block(layer, x, cos, sin, bias):
@@ -148,7 +152,8 @@ def train(args):
     is_value = torch.zeros(lang.size, dtype=torch.bool)
     is_value[list(lang.values)] = True
     compiled = torch.compile(block, dynamic=True) if args.compile else block
-    bar = tqdm(total=int(args.tokens), initial=at["tokens"], unit="tok", unit_scale=True, disable=None)
+    end = args.tokens + args.again
+    bar = tqdm(total=end, initial=at["tokens"], unit="tok", unit_scale=True, disable=None)
     last = dict(save=time.time(), evaluate=time.time(), tell=time.time(), step=time.time())
 
     def save():
@@ -174,18 +179,17 @@ def train(args):
             parameters=sum(p.numel() for p in model.parameters()),
             recipe={k: v for k, v in vars(args).items() if k not in leave}))
 
-    while not args.eval_only and at["tokens"] < args.tokens:
+    while not args.eval_only and at["tokens"] < end:
         # 1. Documents of this step, whatever came before: a resumed run sees what an unbroken one would.
         rng = random.Random(f"train/{args.seed}/0/{at['step']}")    # the 0 stands for nothing
         first = ("lookup", "reverse", "blind")
         boost = {kind: 4 if kind in first or at["most"] >= 5 else 0 for kind in STATS}
-        late = at["tokens"] > 0.4 * args.tokens         # the rate is small: counting comes, of long lists too
-        boost["counting"] *= 3 if late else 1
+        mix = MIXES[(at["tokens"] > 0.4 * args.tokens) + (at["tokens"] >= args.tokens)]
+        boost["counting"] *= mix.counting
         right = zip(STATS[1:], at["right"][1:])
         shares = [0.25 + boost[kind] * (1 - r) for kind, r in right]        # more of what is not yet known
         tokens = args.batch if at["most"] > 8 else args.batch // 2
-        long = 0.75 if late else 0.4
-        ids, weights, kinds, biases, total = batch(rng, lang, at["most"], shares, tokens, long)
+        ids, weights, kinds, biases, total = batch(rng, lang, at["most"], shares, tokens, mix)
         # 2. Forward and backward: logits at the masked rows only.
         masked = weights > 0
         truth, weight, kind = ids[masked], weights[masked], kinds[masked]
@@ -195,8 +199,11 @@ def train(args):
         losses = F.cross_entropy(logits, truth, reduction="none")
         ((losses * weight).sum() / weight.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # 3. Update; the rate warms up, and falls to 0 at the end.
-        rate = min(1, (at["step"] + 1) / 100, (1 - at["tokens"] / args.tokens) / args.decay)
+        # 3. Update; the rate warms up, and falls to 0 twice, the second time from less.
+        left = 1 - at["tokens"] / args.tokens
+        rate = min(1, (at["step"] + 1) / 100, left / args.decay)
+        if left <= 0:
+            rate = 0.4 * (end - at["tokens"]) / args.again
         for lr, optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = lr * rate
             optimizer.step()
@@ -244,7 +251,9 @@ def main():
     add("--state", default="tiny.pt", help="file that a stopped run goes on from, written every minute")
     add("--resume", action="store_true", help="go on from --state")
     add("--eval-only", action="store_true", help="only measure --state and write the checkpoint")
-    add("--tokens", type=int, default=36_000_000, help="end after so many; the rate falls to 0 there")
+    add("--tokens", type=int, default=36_000_000, help="the rate falls to 0 after so many")
+    add("--again", type=int, default=16_000_000,
+        help="and once more in so many, most of them spent on counting")
     add("--batch", type=int, default=4096, help="tokens a step")
     add("--seed", type=int, default=1, help="seed of weights and documents")
     add("--layers", type=int, default=8, help="layers")
