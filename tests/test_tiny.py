@@ -64,7 +64,7 @@ def test_what_naive_reuse_breaks(kind):
 
 ANSWERS = ["Zoe reports to Jim.", "Ben reports to Noah.", "Lara is in room 66.",
            "Ida reports to Fred, and Fred is in Tokyo.", "Tom reports to Noah, and Noah is in room 70.",
-           "It is room 44.", "It is Ben.", "The number of people in Oslo is 3."]
+           "It is room 52.", "It is Ann.", "The number of people in Oslo is 3."]
 
 
 def test_the_examples_run_without_options(capsys):

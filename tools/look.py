@@ -137,7 +137,7 @@ def main(argv=None) -> int:
         engine = Engine.from_folder(args.model, cache="none")
         document = Path(args.document).read_text(encoding="utf-8").strip()
         if args.what == "prefix":
-            questions = args.prompt or ["Who is in room 66?", "Who besides Ann is in Bern?"]
+            questions = args.prompt or ["Who is in room 66?", "Who besides Ben is in Bern?"]
             print(show_prefix(engine, document, questions, args.gen_length))
         else:
             question = args.prompt[0] if args.prompt else "Who is in room 66?"

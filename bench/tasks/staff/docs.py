@@ -12,8 +12,8 @@ QUESTIONS = [
      "Ida reports to Fred, and Fred is in Oslo."),
     ("Which room is Tom's manager in?", "Tom reports to Noah, and Noah is in room 70.",
      "Tom reports to Noah, and Noah is in room 66."),
-    ("Which room besides Dora's is in Lima?", "It is room 44.", "It is room 77."),
-    ("Who besides Ann is in Bern?", "It is Ben.", "It is Zoe."),
+    ("Which room besides Lily's is in Lima?", "It is room 52.", "It is room 44."),
+    ("Who besides Ben is in Bern?", "It is Ann.", "It is Ben."),
     ("How many people work in Oslo?", "The number of people in Oslo is 3.",
      "The number of people in Oslo is 7."),
 ]
