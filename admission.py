@@ -65,7 +65,7 @@ class Admission:
             return len(r.prompt) - 1 if self.mode == "intra" else None
         return min(r.prefix_len, len(r.prompt) - 1)
 
-    def _salt(self, r: Request) -> tuple:
+    def salt(self, r: Request) -> tuple:
         """What sets apart prefixes of equal ids: whose they are, and how many MASK stood behind them."""
         return r.salt, depths.count_standin(self.standin, r.gen_length)
 
@@ -112,7 +112,7 @@ class Admission:
         plan = self._plan(r, P)
         # For guidance a shadow steps along in the same passes: the same canvas behind a prompt of masks.
         prompts = [r.prompt, [self.model.config.mask_id] * len(r.prompt)] if r.cfg_scale else [r.prompt]
-        entries = [cache.find(prompt[:P], self._salt(r), P) if plan.store else None for prompt in prompts]
+        entries = [cache.find(prompt[:P], self.salt(r), P) if plan.store else None for prompt in prompts]
         new = entries.count(None) if plan.store else 0
         own = len(prompts) * cache.pages_needed(P, T - P, plan.depth, self.suffix_layers)
         shared = new * count_pages(P)
@@ -133,7 +133,7 @@ class Admission:
         one, if anything of it can be shared and fits beside the request. Raises the count of misses if
         not."""
         ids = r.prompt[:-1]
-        entry = self.cache.find(ids, self._salt(r))
+        entry = self.cache.find(ids, self.salt(r))
         stored = len(entry.ids) if entry else 0
         known = self.repeats.count(ids, r.salt) if self.repeats else 0
         if stored and known < stored + PAGE:                # not one more entry for a few ids
@@ -150,7 +150,7 @@ class Admission:
         limit = self._limit(P, T)
         if not self.guard or not limit:
             return Plan(limit, limit, limit > 0)
-        depth, measured = self.guard.advise(r.prompt[:P], self._salt(r), T, limit)
+        depth, measured = self.guard.advise(r.prompt[:P], self.salt(r), T, limit)
         depth = self._floor(depth)
         if not self._fits(r, P, depth):     # sharing less takes more pages; without the prefix it always fits
             return Plan(limit, 0, False)
@@ -182,7 +182,7 @@ class Admission:
         given = (~masked).nonzero()
         suffix = torch.cat([torch.tensor(prompt[P:]), canvas])                              # (S,)
         blocks = decoding.plan_blocks(r, masked)
-        new, salt, work = plan.store and entry is None, self._salt(r), 0.0
+        new, salt, work = plan.store and entry is None, self.salt(r), 0.0
         if new:
             entry = self.cache.allocate(prompt[:P], salt)
         lease = self.cache.open(entry, P, len(suffix), plan.depth, self.suffix_layers)

@@ -64,7 +64,7 @@ class Conversation:
             request.gen_length = min(self.default, max(room, 1))
         self.first = self.first or tuple(ids[:history])
         reason = None
-        for request.prefix_len in self.prefixes(ids, history, request.salt):
+        for request.prefix_len in self.prefixes(ids, history, self.engine.admission.salt(request)):
             try:
                 self.engine.check(request)
                 return request, history
@@ -94,7 +94,7 @@ class Conversation:
         plain = result.forwards * self.engine.model.config.layers * total
         return Answer(text, result, time.perf_counter() - start, plain)
 
-    def prefixes(self, ids: list, history: int, salt: str) -> list[int]:
+    def prefixes(self, ids: list, history: int, salt: tuple) -> list[int]:
         """P for a question behind `history` ids, best first: the longest that is stored, or all, to be
         stored.
 

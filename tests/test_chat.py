@@ -89,9 +89,11 @@ def test_the_rule(engine, spent, passes, pays):
     """Stored once tokens times passes, spent and to come, reach what is to be encoded: here 110 ids, 100
     stored."""
     conversation, ids = begin(engine), list(range(2, 112))
-    engine.generate([Request(ids[:101], prefix_len=100, gen_length=2)])
+    first = Request(ids[:101], prefix_len=100, gen_length=2)
+    engine.generate([first])
     conversation.spent, conversation.passes = spent, passes
-    assert conversation.prefixes([*ids, 5], 110, "") == ([110, 100, 0] if pays else [100, 0])
+    best = conversation.prefixes([*ids, 5], 110, engine.admission.salt(first))
+    assert best == ([110, 100, 0] if pays else [100, 0])
 
 
 def test_what_is_spent_adds_up_until_it_is_enough(engine):
