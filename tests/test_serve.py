@@ -64,7 +64,7 @@ def test_completions_draws_and_choices(url, engine):
     got = client(url).completions.create(model="tiny", prompt=prompts, n=2, seed=5, temperature=0.8,
                                          max_tokens=12)
     ids = [engine.tokenizer.encode(p) for p in prompts]
-    want = engine.generate([Request(i, prefix_len=0, gen_length=12, seed=seed, temperature=0.8)
+    want = engine.generate([Request(i, prefix_len=None, gen_length=12, seed=seed, temperature=0.8)
                             for i in ids for seed in (5, 6)])
     assert [c.text for c in got.choices] == [engine.tokenizer.decode(r.tokens) for r in want]
     assert got.usage.completion_tokens == sum(len(r.tokens) for r in want)
