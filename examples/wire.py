@@ -126,7 +126,9 @@ def understand(body: dict, chat: bool, tenant: str, model: Model, seed: int) -> 
         raise ValueError(f"n is {n}, of {len(prompts)} prompts; it must be at least 1, and both come to at "
                          f"most {model.max_requests} answers")
     how = {name: body[name] for name in DECODING if name in body}
-    if not how.keys() & {*PACES, "eps"} and "threshold" in model.defaults:
+    other = how.keys() & {*PACES, "eps"} or how.get("alg_temp") or how.get("remasking") not in (
+        None, "low_confidence")                     # what a threshold does not go with
+    if not other and "threshold" in model.defaults:
         how["threshold"] = model.defaults["threshold"]
     if "eps" not in how and "block_length" in model.defaults:
         how.setdefault("block_length", min(model.defaults["block_length"], length))

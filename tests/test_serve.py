@@ -121,6 +121,19 @@ def test_text_holds_back_what_may_change():
     assert text.add(event(4, SimpleNamespace(text="aé<"))) == "<"
 
 
+def test_the_threshold_of_a_server_gives_way(engine):
+    """Symptom: a server with --threshold refused each body with remasking "entropy", since both together say
+    nothing. Its threshold is for bodies that name nothing else of the kind."""
+    model = wire.Model("tiny", engine.tokenizer, engine.check, 16, 32, 8, {"threshold": 0.9})
+    threshold = lambda **how: wire.read(json.dumps(dict(prompt="Who?", **how)).encode(), False, "", model,
+                                        0).requests[0].threshold
+    for how in (dict(), dict(remasking="low_confidence"), dict(alg_temp=0), dict(top_k=5)):
+        assert threshold(**how) == 0.9
+    for how in (dict(steps=8), dict(eps=0.001), dict(remasking="entropy"), dict(alg_temp=0.5)):
+        assert threshold(**how) is None
+    assert threshold(threshold=0.5) == 0.5
+
+
 def test_what_the_api_does_not_have_is_refused_by_name(url):
     """A field that would change the answer is refused, the same field with the value that changes nothing
     is not, nor one that is for the books only; model, path and method are known or refused."""
